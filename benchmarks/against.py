@@ -102,8 +102,8 @@ def _optimizer(name: str) -> Step:
     params = [torch.nn.Parameter(torch.randn(1, 5_000_000).mul_(0.02).to(entry.dtype)) for _ in range(4)]
     for p in params:
         p.grad = p.detach() * (race.SCALE / 20)
-    optimizer, run = entry.make(params), entry.update if kind == "update" else entry.step
-    return lambda: run(optimizer, params)
+    optimizer = entry.make(params)
+    return optimizer.step if kind == "update" else lambda: entry.step(optimizer, params)
 
 
 def _weights(name: str) -> Step:

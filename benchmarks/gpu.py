@@ -31,7 +31,7 @@ from autocast import Block
 
 import halfstep as hs
 from halfstep.casting import regions as our_regions
-from halfstep.recipes.optimizer_race import Contestant, ours, update_only
+from halfstep.recipes.optimizer_race import Contestant, ours
 
 ROOT = Path(__file__).parents[1]
 SHARE_OF_TESTS = 0.4  # of the time, so that benchmarks are reached
@@ -212,15 +212,15 @@ def contestants() -> list[Any]:
     )
     low, full = torch.bfloat16, torch.float32
     found = [
-        Contestant("torch AdamW fused, fp32", full, fused, update_only, ScaledStep()),
+        Contestant("torch AdamW fused, fp32", full, fused, ScaledStep()),
         *(ours(master, states) for master, states in modes),
-        Contestant("torch AdamW fused, bf16 without masters", low, fused, update_only, clip_and_step),
+        Contestant("torch AdamW fused, bf16 without masters", low, fused, clip_and_step),
     ]
     try:
         import flashoptim
     except ImportError:
         return found
-    return [*found, Contestant("FlashOptim FlashAdamW", low, flash, update_only, clip_and_step)]
+    return [*found, Contestant("FlashOptim FlashAdamW", low, flash, clip_and_step)]
 
 
 def clip_and_step(optimizer: Any, params: list[torch.nn.Parameter]) -> None:
@@ -264,7 +264,7 @@ def contest(run: Run, entry: Any) -> dict[str, Any]:
         p.grad = torch.full_like(p, 1e-3)
     optimizer = entry.make(params)
     works = {
-        "update": lambda: entry.update(optimizer, params),
+        "update": optimizer.step,
         "step": lambda: entry.step(optimizer, params),
     }
     for _ in range(3):

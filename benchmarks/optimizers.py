@@ -79,10 +79,8 @@ def peers() -> list[optimizer_race.Contestant]:
         found.append(("torchao AdamW stochastic", lambda p: _AdamW(p, bf16_stochastic_round=True)))
     except ImportError as error:
         print(f"left out: torchao ({error})", file=sys.stderr)
-    bare: Any = optimizer_race.update_only
     made = [
-        optimizer_race.Contestant(name, torch.bfloat16, make, bare, clip_and_step, value)
-        for name, make in found
+        optimizer_race.Contestant(name, torch.bfloat16, make, clip_and_step, value) for name, make in found
     ]
     return [entry for entry in made if works(entry)]
 

@@ -1,6 +1,7 @@
 """What holds on the Python device. `compat/test_device_module.py` runs this file in a process of its own."""
 
 import copy
+import dataclasses
 import io
 import pickle
 
@@ -13,7 +14,6 @@ from halfstep import devices
 from halfstep.casting import casts
 from halfstep.conformance import GROUPS, battery, run_battery
 from halfstep.errors import ConfigError
-from halfstep.gradients.unscale import kernels_of, register_kernels
 from halfstep.policy.ops import OpRow, Rule
 from halfstep.trainer import Trainer
 from tests import python_device
@@ -295,6 +295,11 @@ def wrong_exp(monkeypatch):
     monkeypatch.setattr(casts, "runner", runner)
 
 
+def declare_kernels(monkeypatch, **kernels):
+    made = dataclasses.replace(hs.devices.declared(NAME), **kernels)
+    monkeypatch.setattr(hs.devices, "declared", lambda name: made)
+
+
 def blind_to_nan(monkeypatch):
     def check(grads, found_inf, inv_scale):
         for grad in grads:
@@ -302,14 +307,14 @@ def blind_to_nan(monkeypatch):
                 found_inf.fill_(1.0)
             grad.copy_(grad.float() * inv_scale)
 
-    register_kernels(NAME, check_and_unscale=check, update_scale=kernels_of(NAME).update_scale)
+    declare_kernels(monkeypatch, finite_check=check)
 
 
 def never_backs_off(monkeypatch):
     def update(scale, tracker, found_inf, growth, backoff, interval):
         python_device.update_scale(scale, tracker, found_inf * 0, growth, backoff, interval)
 
-    register_kernels(NAME, check_and_unscale=kernels_of(NAME).check_and_unscale, update_scale=update)
+    declare_kernels(monkeypatch, update_scale=update)
 
 
 def leaky_masters(monkeypatch):

@@ -15,10 +15,9 @@ import json
 import os
 import pickle
 import re
+import secrets
 import shutil
-import socket
 import sys
-import time
 import warnings
 import zipfile
 import zlib
@@ -38,12 +37,11 @@ from halfstep.distributed import gather, gather_on_first, rank, world_size
 from halfstep.distributed.reduce import Group
 from halfstep.errors import CheckpointError, HalfstepWarning, show
 from halfstep.shardfiles import Piece
-from halfstep.torch_private import tree_leaves
+from halfstep.trees import tensors_in
 
 FOLDER_FORMATS = (1, 2, 3)
 """Versions of the layout of a folder that are read; the last one is written."""
 MANIFEST = "manifest.json"
-HOST = re.sub(r"[^A-Za-z0-9]", "_", socket.gethostname()) or "host"
 
 
 # ---- one file -------------------------------------------------------------------------------------------
@@ -67,8 +65,7 @@ def save(path: str | Path, state: Mapping[str, Any]) -> Path:
         os.replace(temporary, path)
         _sync_folder(path.parent)
     except (OSError, RuntimeError) as error:
-        tensors = [t for t in tree_leaves(state) if isinstance(t, torch.Tensor)]
-        needed = sum(t.numel() * t.element_size() for t in tensors)
+        needed = sum(t.numel() * t.element_size() for t in tensors_in(state))
         raise CheckpointError(f"cannot write checkpoint {path}: {_reason(error, path, needed)}") from error
     finally:
         with suppress(OSError):
@@ -239,7 +236,7 @@ def write_folder(
     if wrong:
         stands = "what was saved before stands"
         raise CheckpointError(wrong if stands in wrong else f"{wrong}; {stands}")
-    if keep_last is not None and first:
+    if first:
         _prune(path, keep_last)
 
 
@@ -275,9 +272,6 @@ def _commit(temporary: Path, path: Path, manifest: Mapping[str, Any]) -> None:
     os.rename(temporary, path)
     _sync_folder(path.parent)
     _remove(old, path)
-    for left in path.parent.glob(".*.tmp"):
-        if _was_abandoned(left):
-            _remove(left)
 
 
 def checksum_of(manifest: Mapping[str, Any]) -> str:
@@ -395,36 +389,13 @@ class Background:
 
 
 def _beside(path: Path) -> Path:
-    """Where this process writes what becomes `path`."""
-    return path.with_name(f".{path.name}.{HOST}-{os.getpid()}.tmp")
+    """Where one save writes what becomes `path`."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
 
 
 def _replaced(path: Path) -> Path:
     """Where a checkpoint lies while another takes its name."""
     return path.with_name(f".{path.name}.old")
-
-
-def _was_abandoned(temporary: Path) -> bool:
-    """Whether this is a name that `_beside` gives, and its process has ended.
-
-    Nobody can ask that of another host: its folders with our mark are, when none of it changed for a day.
-    """
-    found = re.fullmatch(r"\..+\.(\w+)-(\d+)\.tmp", temporary.name)
-    if found is None:
-        return False
-    try:
-        if found[1] != HOST:
-            changed = max(path.lstat().st_mtime for path in (temporary, *temporary.iterdir()))
-            return _is_ours(temporary) and time.time() - changed > _DAY
-        os.kill(int(found[2]), 0)
-    except ProcessLookupError:
-        return True
-    except (OSError, OverflowError):
-        pass
-    return False
-
-
-_DAY = 24 * 60 * 60.0
 
 
 def _is_ours(folder: Path) -> bool:
@@ -489,10 +460,18 @@ def check_keep(path: Path, keep: int | None) -> None:
 _NUMBERED = re.compile(r"(.*?)(\d+)")
 
 
-def _prune(path: Path, keep: int) -> None:
-    """Delete older checkpoints beside `path` whose names differ from its name in the last number only."""
-    ours = [other.name for other in path.parent.iterdir() if _is_ours(other)]
-    for name in older(path.name, ours)[:-keep]:
+def _prune(path: Path, keep: int | None) -> None:
+    """Delete what killed saves of this name left; with `keep` what those of its series left, and older ones.
+
+    A series are names that differ in the last number only.
+    """
+    names = [other.name for other in path.parent.iterdir()]
+    begun = {name: found[1] for name in names if (found := re.fullmatch(r"\.(.+)\.[\w-]+\.tmp", name))}
+    series = [path.name] if keep is None else older(path.name, begun.values())
+    gone = [name for name, wanted in begun.items() if wanted in series]
+    if keep is not None:
+        gone += [name for name in older(path.name, names) if _is_ours(path.with_name(name))][:-keep]
+    for name in gone:
         _remove(path.with_name(name))
 
 
@@ -524,13 +503,9 @@ class CheckpointFolder:
         named = [path for path in found if re.fullmatch(r"step-\d{8,}(\.pt)?", path.name)]
         return sorted(named, key=lambda path: (int(path.stem[len("step-") :]), not path.suffix))
 
-    def path_of(self, step: int) -> Path:
-        """Where the checkpoint of `step` lies."""
-        return self.folder / f"step-{step:08d}"
-
     def has(self, step: int) -> bool:
         """Whether the checkpoint of `step` was written or loaded here."""
-        return self.path_of(step).name in self._known
+        return f"step-{step:08d}" in self._known
 
     def claim(self) -> None:
         """Raise CheckpointError where the folder holds checkpoints of another run."""
@@ -541,10 +516,12 @@ class CheckpointFolder:
                 "go on with that run, or another folder for this one"
             )
 
-    def wrote(self, path: Path) -> Path:
-        """`path`, which from now on is known as a checkpoint of this run."""
-        self._known.add(path.stem)
-        return path
+    def path_for(self, step: int) -> Path:
+        """Where to write the checkpoint of `step`, which from now on is of this run; raises as `claim`."""
+        self.claim()
+        name = f"step-{step:08d}"
+        self._known.add(name)
+        return self.folder / name
 
     def read_latest(self, read: Callable[[Path], Any]) -> None:
         """Call `read` for the newest checkpoint; where that is damaged, for the one before it, and so on.

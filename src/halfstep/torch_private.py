@@ -12,6 +12,7 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import math
+import pkgutil
 import sys
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
@@ -26,7 +27,6 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from halfstep.errors import UnsupportedError
 
@@ -37,10 +37,6 @@ __all__ = [
     "TorchDispatchMode",  # sees every op below autograd: the tape, the doctor, measured FLOPs and memory
     "is_traceable_wrapper_subclass",  # tells quantised and other wrapped weights, which optimizers refuse
     "pytree",  # nests of tensors, cast and moved as torch does: region inputs and outputs, hooks, replays
-    "tree_flatten",
-    "tree_leaves",
-    "tree_map",
-    "tree_unflatten",
 ]
 
 _SAVED = "to save 16-bit tensors for backward"
@@ -103,17 +99,10 @@ def __getattr__(name: str) -> Any:
     if name not in _NAMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     path, use = _NAMES[name]
-    found: Any = torch
-    parts = path.split(".")
-    for depth, part in enumerate(parts, 1):
-        try:
-            held = hasattr(found, part)
-            found = (
-                getattr(found, part) if held else importlib.import_module(".".join(["torch", *parts[:depth]]))
-            )
-        except ImportError as error:
-            raise _lacking(f"torch.{path}", use) from error
-    globals()[name] = found
+    try:
+        found = globals()[name] = pkgutil.resolve_name(f"torch.{path}")
+    except (ImportError, AttributeError) as error:
+        raise _lacking(f"torch.{path}", use) from error
     return found
 
 

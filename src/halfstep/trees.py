@@ -31,6 +31,11 @@ def is_float_tensor(x: object) -> bool:
     return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
 
 
+def tensors_in(tree: Any) -> list[Tensor]:
+    """All tensors of a nest (list, tuple, dict, named tuple ...), in order."""
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
 def map_floats(fn: Callable[[Tensor], Tensor], tree: T) -> T:
     """Apply `fn` to every floating tensor of a nest (list, tuple, dict, named tuple ...); leave the rest."""
 
@@ -46,7 +51,7 @@ def all_finite(tree: Any) -> Tensor:
     Tensors may differ in dtype and device and may be sparse. The answer lies on the first accelerator met,
     otherwise on the CPU; nothing is read back. A nest without floating tensors is finite.
     """
-    flags = [_finite(leaf) for leaf in pytree.tree_leaves(tree) if is_float_tensor(leaf)]
+    flags = [_finite(t) for t in tensors_in(tree) if is_float_tensor(t)]
     if not flags:
         return torch.ones((), dtype=torch.bool)
     home = home_device(flags)
@@ -189,6 +194,6 @@ def cast_floats(tree: Any, dtype: torch.dtype) -> Any:
 
 def first_device(args: Any) -> str:
     """Device type of the first floating tensor in a nest, else of the first tensor, else "cpu"."""
-    tensors = [t for t in pytree.tree_leaves(args) if isinstance(t, torch.Tensor)]
+    tensors = tensors_in(args)
     floating = [t for t in tensors if t.is_floating_point()]
     return (floating or tensors)[0].device.type if tensors else "cpu"

@@ -3,8 +3,6 @@
 import errno
 import os
 import resource
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -34,7 +32,7 @@ def test_two_living_runs_in_one_folder_are_told_and_nothing_is_lost(tmp_path):
     one, other = CheckpointFolder(tmp_path, keep=1), CheckpointFolder(tmp_path, keep=1)
     for folder in (one, other):
         folder.read_latest(lambda path: pytest.fail(f"{path} was never written"))
-    one.wrote(session().save(one.path_of(5)))
+    session().save(one.path_for(5))
     one.claim()
     with pytest.raises(CheckpointError, match=r"another run \(step-00000005\)"):
         other.claim()
@@ -45,38 +43,23 @@ def test_files_of_other_names_are_neither_read_nor_deleted(tmp_path, name):
     (tmp_path / name).write_bytes(b"mine")
     folder = CheckpointFolder(tmp_path, keep=1)
     for step in (1, 2):
-        session().save(folder.path_of(step), keep_last=folder.keep)
+        session().save(folder.path_for(step), keep_last=folder.keep)
     assert [p.name for p in folder.paths()] == ["step-00000002"]
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted([name, "step-00000002"])
 
 
-def test_only_what_dead_processes_left_is_cleared(tmp_path):
-    ended = subprocess.Popen([sys.executable, "-c", ""])
-    ended.wait()
-    living, gone = f"{checkpoint.HOST}-{os.getppid()}", f"{checkpoint.HOST}-{ended.pid}"
-    names = [f".step-4.{living}.tmp", ".step-4.otherhost-1.tmp", ".step-plan.tmp", f".step-4.{gone}.tmp"]
-    for name in names:
+@pytest.mark.parametrize(("keep", "gone"), [(None, {"step-5"}), (2, {"step-5", "step-4"})])
+def test_what_killed_saves_left_is_cleared_by_name_and_with_keep_last_by_series(tmp_path, keep, gone):
+    """Earlier versions put host and process into the names."""
+    ours = [*(f".step-{n}.0123abcd.tmp" for n in (4, 5, 6)), ".step-4.host-17.tmp", ".trial-4.0123abcd.tmp"]
+    strange = [".step-plan.tmp", ".step-4.strange.tmp", ".step-5.strange.tmp"]
+    for name in (*ours, *strange):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "manifest.json").write_text('{"halfstep": "1"}')
-    session().save(tmp_path / "step-5")
-    assert sorted(p.name for p in tmp_path.iterdir()) == sorted([*names[:3], "step-5"])
-
-
-def test_what_another_host_left_is_cleared_when_it_is_ours_and_nothing_in_it_changed_for_long(tmp_path):
-    """A host that died used to leave its unfinished folders for good."""
-    marks = {"old": '{"halfstep": "1"}', "new": '{"halfstep": "1"}', "strange": '{"name": "a page"}'}
-    for name, mark in marks.items():
-        folder = tmp_path / f".step-4.{name}-1.tmp"
-        folder.mkdir()
-        for file in ("manifest.json", "rank-00000-of-00001.safetensors"):
-            (folder / file).write_text(mark)
-        for path in (*folder.iterdir(), folder):
-            os.utime(path, (0, 0))
-    os.utime(tmp_path / ".step-4.new-1.tmp" / "rank-00000-of-00001.safetensors")  # written this moment
-    session().save(tmp_path / "step-5")
-    assert sorted(p.name for p in tmp_path.iterdir()) == [
-        ".step-4.new-1.tmp", ".step-4.strange-1.tmp", "step-5",
-    ]  # fmt: skip
+        mark = '{"halfstep": "1"}' if name in ours else '{"name": "a page"}'
+        (tmp_path / name / "manifest.json").write_text(mark)
+    session().save(tmp_path / "step-5", keep_last=keep)
+    left = [name for name in ours if name.split(".")[1] not in gone]
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted([*left, *strange, "step-5"])
 
 
 def test_a_full_disk_is_named_with_the_bytes_needed_and_free(tmp_path):

@@ -56,7 +56,6 @@ def test_reading_is_one_transfer(monkeypatch):
     monkeypatch.setattr(outcome_module, "send_to_host", lambda t: copies.append(t) or send_to_host(t))
     o = outcome(scale=torch.tensor(8.0), grad_norm=torch.tensor(1.0), amax=torch.tensor(0.5))
     assert (o.scale, o.grad_norm, o.amax, o.taken) == (8.0, 1.0, 0.5, True)
-    assert o.max_abs == o.amax, "its earlier name"
     assert len(copies) == 1
 
 

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from halfstep.errors import ConfigError
+from halfstep import devices
+from halfstep.devices import Accelerator
 from halfstep.gradients import unscale
 from halfstep.scaling import DynamicLossScale
 from halfstep.scaling.grad_scaler import GradScaler
@@ -14,7 +15,7 @@ DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
 
 @pytest.fixture
-def registered():
+def registered(monkeypatch):
     calls = []
 
     def check_and_unscale(grads, found_inf, inv_scale):
@@ -25,9 +26,9 @@ def registered():
         calls.append("update")
         torch._amp_update_scale_(scale, tracker, found_inf, growth, backoff, interval)
 
-    unscale.register_kernels("cpu", check_and_unscale=check_and_unscale, update_scale=update_scale)
-    yield calls
-    del unscale._KERNELS["cpu"]
+    kernels = Accelerator("cpu", finite_check=check_and_unscale, update_scale=update_scale)
+    monkeypatch.setattr(devices, "declared", {"cpu": kernels}.get)
+    return calls
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -50,7 +51,6 @@ def test_a_device_without_torchs_kernel_runs_the_plain_one(monkeypatch):
         raise NotImplementedError
 
     monkeypatch.setattr(unscale, "_torch_kernel", absent)
-    monkeypatch.setattr(unscale, "_WITHOUT_TORCH_KERNEL", set())
     grads = [torch.tensor([4.0, math.nan]), torch.tensor([8.0])]
     assert bool(unscale.unscale_(grads, torch.tensor(0.25)))
     assert [g[0].item() for g in grads] == [1.0, 2.0]
@@ -73,7 +73,7 @@ def test_a_vendors_kernels_are_used(registered):
 
 
 def test_a_vendors_scale_update_stays_in_the_bounds(registered):
-    update = unscale.kernels_of("cpu").update_scale
+    update = devices.declared("cpu").update_scale
     scale = DynamicLossScale(init=4.0, interval=1, max=4.0, min=4.0)
     for found in (0.0, 1.0):
         scale = scale.adjust_by_kernel(update, torch.tensor(found))
@@ -81,9 +81,3 @@ def test_a_vendors_scale_update_stays_in_the_bounds(registered):
     patient = DynamicLossScale(init=4.0, hysteresis=2)
     assert patient.adjust_by_kernel(update, torch.tensor(1.0)).read() == 4.0
     assert registered == ["update"] * 2
-
-
-@pytest.mark.parametrize("name", ["", "cuda:0"])
-def test_a_device_type_is_a_bare_name(name):
-    with pytest.raises(ConfigError, match="device type"):
-        unscale.register_kernels(name)

@@ -11,7 +11,6 @@ import functools
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
 from types import ModuleType
 from typing import Any, cast
 
@@ -22,27 +21,24 @@ from halfstep import devices
 from halfstep.casting import regions
 from halfstep.casting.context import autocast
 from halfstep.casting.functions import custom_bwd, custom_fwd
-from halfstep.devices.register import Accelerator
 from halfstep.errors import ConfigError
-from halfstep.gradients.unscale import register_kernels
 from halfstep.policy.levels import LOW_DTYPES
 from halfstep.policy.policy import Policy, says_dtype, text_of
 from halfstep.scaling.grad_scaler import GradScaler
 from halfstep.torch_private import dispatch_key, has_fallback
 
 _kept: list[torch.library.Library] = []
-_rows: dict[str, Accelerator] = {}
-"""What was registered last, by device."""
+_policies: dict[str, Any] = {}
+"""The op table of `torch.<name>.amp.autocast`, by device, as `Policy.parse` takes it."""
 
 
-def install(row: Accelerator) -> None:
+def install(row: devices.Accelerator) -> None:
     """Make scalers, regions and process groups work on a device that was just registered."""
     policy = row.policy
     if isinstance(policy, Mapping):
         policy = text_of(cast("Mapping[str, Any]", policy)) or None
     if policy is not None:
         Policy.parse(policy)
-    register_kernels(row.name, check_and_unscale=row.finite_check, update_scale=row.update_scale)
     module = _device_module(row.name)
     if not hasattr(module, "amp"):
         module.amp = _amp_module(row.name)
@@ -51,7 +47,7 @@ def install(row: Accelerator) -> None:
     _let_other_ops_through()
     if row.collective is not None:
         _install_collective(row.name, row.collective)
-    _rows[row.name] = replace(row, policy=policy)
+    _policies[row.name] = policy
     # What regions cached may rest on what was declared before, or on there being no such device.
     regions.forget()
 
@@ -106,7 +102,7 @@ def _defaults(name: str) -> dict[str, Any]:
             torch.accelerator.set_device_index(index)
 
     def get_amp_supported_dtype() -> list[torch.dtype]:
-        return list(_rows[name].dtypes)
+        return list(devices.declared(name).dtypes)
 
     return {
         "set_device": set_device,
@@ -152,8 +148,8 @@ def _amp_module(name: str) -> ModuleType:
         ) -> None:
             if not isinstance(enabled, bool):
                 raise ConfigError(f"{path}.autocast takes enabled first, was given {enabled!r}; name dtype=")
-            row = _rows[name]
-            chosen = row.policy if policy is None else policy
+            row = devices.declared(name)
+            chosen = _policies[name] if policy is None else policy
             if dtype is None and enabled and not says_dtype(chosen):
                 fast = (low for low in row.dtypes if low in LOW_DTYPES and low not in row.slow)
                 dtype = next(fast, None) or devices.default_dtype(name)

@@ -13,27 +13,25 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from halfstep import checkpoint, devices
+from halfstep import devices
 from halfstep.casting.context import autocast
 from halfstep.conformance import numbers
-from halfstep.conformance.numbers import Outcome
+from halfstep.conformance.numbers import Outcome, Status
 from halfstep.conformance.probe import ROUNDED, probe_casting
 from halfstep.errors import ConfigError, HalfstepError
 from halfstep.formats import dtype_name, format_of
-from halfstep.gradients.unscale import kernels_of, plain_check_and_unscale, unscale_
+from halfstep.gradients.unscale import plain_check_and_unscale, unscale_
 from halfstep.policy.levels import level_of
 from halfstep.policy.policy import Policy
 from halfstep.scaling.grad_scaler import GradScaler
 from halfstep.scaling.loss_scale import DynamicLossScale, StaticLossScale
 from halfstep.session.prepare import prepare
 from halfstep.session.session import Session
-
-Status = Literal["passes", "falls back", "absent", "fails"]
 
 GROUPS = ("casting", "numbers", "models", "scaling", "masters", "state")
 
@@ -214,7 +212,7 @@ def _scaler_rule(at: torch.device) -> Outcome:
     weight = nn.Parameter(torch.ones(4, device=at))
     optimizer = torch.optim.SGD([weight], lr=0.125)
     scaler = GradScaler(at.type, init_scale=1024.0, growth_interval=2)
-    expected, clean, value = 1024.0, 0, 1.0
+    rule, value = DynamicLossScale(1024.0, interval=2), 1.0
     for step, overflow in enumerate(_OVERFLOWS, start=1):
         scaler.scale(weight.sum()).backward()
         if overflow and weight.grad is not None:
@@ -223,13 +221,11 @@ def _scaler_rule(at: torch.device) -> Outcome:
         scaler.update()
         optimizer.zero_grad()
         value = value if overflow else value - 0.125
-        clean = 0 if overflow else clean + 1
-        expected = expected / 2 if overflow else expected * (2 if clean == 2 else 1)
-        clean %= 2
+        rule = rule.adjust(not overflow)
         if outcome.taken == overflow:
             return "fails", f"step {step} was {'taken' if overflow else 'skipped'}"
-        if scaler.get_scale() != expected:
-            return "fails", f"after step {step} the scale is {scaler.get_scale()}, the rule says {expected}"
+        if scaler.get_scale() != rule.value:
+            return "fails", f"after step {step} the scale is {scaler.get_scale()}, the rule says {rule.value}"
         if weight.tolist() != [value] * 4:
             return "fails", f"after step {step} a weight is {weight.tolist()}, expected {value}"
     return "passes", f"{len(_OVERFLOWS)} steps, {sum(_OVERFLOWS)} with an inf or NaN"
@@ -260,14 +256,14 @@ def _finite_check(at: torch.device) -> Outcome:
             for one, two in zip(ours, theirs):
                 if not torch.equal(one.cpu().nan_to_num(9.0), two.nan_to_num(9.0)):
                     return "fails", f"{name} ({dtype_name(dtype)}): unscaled to other values than on the CPU"
-    if kernels_of(at.type).check_and_unscale is not None:
+    if devices.declared(at.type).finite_check is not None:
         return "passes", "the vendor's kernel"
     return "falls back", "no kernel registered; torch's or ordinary ops do it"
 
 
 def _scale_update(at: torch.device) -> Outcome:
     """The vendor's scale update against the rule, over growth, backoff and a run of both."""
-    kernel = kernels_of(at.type).update_scale
+    kernel = devices.declared(at.type).update_scale
     if kernel is None:
         return "falls back", "no kernel registered; ordinary ops do it"
     scale = torch.tensor(1024.0, device=at)
@@ -351,20 +347,13 @@ def _resumes(at: torch.device, level: str, low: torch.dtype) -> Outcome:
     session, x, y = _prepared(at, level, low)
     for _ in range(2):
         _one_step(session, x, y)
-    with tempfile.TemporaryDirectory() as folder:
-        state = {name: part.state_dict() for name, part in _parts(session).items()}
-        kept = checkpoint.load(checkpoint.save(Path(folder) / "state.pt", state))
-    _one_step(session, x, y)
     again, _, _ = _prepared(at, level, low)
-    for name, part in _parts(again).items():
-        part.load_state_dict(kept[name])
+    with tempfile.TemporaryDirectory() as folder:
+        again.load(session.save(Path(folder) / "saved"))
+    _one_step(session, x, y)
     _one_step(again, x, y)
     if not _same(_weights(session.model), _weights(again.model)):
         return "fails", "the resumed run has other weights than the one that was not stopped"
     if float(session.loss_scale.value) != float(again.loss_scale.value):
         return "fails", "the resumed run has another loss scale"
     return "passes", ""
-
-
-def _parts(session: Session) -> dict[str, Any]:
-    return {"model": session.model, "optimizer": session.optimizers[0], "amp": session}

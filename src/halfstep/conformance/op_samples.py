@@ -97,8 +97,8 @@ def _pad(dims: int) -> Callable[[_Make], tuple[Any, ...]]:
     return lambda m: (m.t(1, 2, *(4,) * dims), [1, 1] * dims)
 
 
-def _pool(dims: int, size: int = 2) -> Callable[[_Make], tuple[Any, ...]]:
-    return lambda m: (m.t(1, 2, *(4,) * dims), [size] * dims)
+def _pool(dims: int) -> Callable[[_Make], tuple[Any, ...]]:
+    return lambda m: (m.t(1, 2, *(4,) * dims), [2] * dims)
 
 
 def _upsample(dims: int, *extra: Any) -> Callable[[_Make], tuple[Any, ...]]:

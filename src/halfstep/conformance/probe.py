@@ -19,6 +19,7 @@ from halfstep.conformance.op_samples import SAMPLES
 from halfstep.errors import BannedOpError
 from halfstep.policy.ops import OpRow, Rule
 from halfstep.torch_private import TorchDispatchMode, pytree, schema_of
+from halfstep.trees import tensors_in
 
 Verdict = Literal["agrees", "differs", "absent", "unsampled"]
 _MOVES = frozenset({"_to_copy", "copy_", "clone", "detach", "empty_like", "fill_", "zero_", "contiguous"})
@@ -75,7 +76,7 @@ def _real(dtype: torch.dtype) -> torch.dtype:
 
 def _dtypes(tree: Any) -> tuple[torch.dtype, ...]:
     """The floating dtypes of the tensors in a tree, complex ones by their parts, widest last."""
-    leaves = {_real(t.dtype) for t in pytree.tree_leaves(tree) if isinstance(t, torch.Tensor)}
+    leaves = {_real(t.dtype) for t in tensors_in(tree)}
     return tuple(d for d in _FLOATING if d in leaves)
 
 
@@ -130,7 +131,7 @@ def _probe(
     except (RuntimeError, ValueError, TypeError) as error:
         absent = _fails_plainly(name, device)
         return Observed(name, rule, given, (), None, "absent" if absent else "differs", _first_line(error))
-    output = next((t.dtype for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)), None)
+    output = next((t.dtype for t in tensors_in(result)), None)
     verdict, note = _judge(rule, dtype, watch.compute, output)
     return Observed(name, rule, given, watch.compute, output, verdict, note)
 
@@ -161,10 +162,7 @@ def _judge(
     target = dtype if rule in (Rule.LOW, Rule.KEEP) else wide
     result = None if output is None else _real(output)
     right = result is target or result not in _FLOATING
-    if rule is Rule.KEEP or not compute:
-        inside = True
-    else:
-        inside = target in compute
+    inside = rule is Rule.KEEP or not compute or target in compute
     if rule is Rule.LOW and compute == (wide,) and right:
         return "agrees", ROUNDED
     return ("agrees", "") if right and inside else ("differs", f"the rule is {rule.value}")

@@ -157,27 +157,20 @@ class Conversion:
                 "torch.no_grad() as it is, or load hs.optim.fp32_state_dict(model, optimizer), each value's "
                 "full_tensor(), into an fp32 model"
             )
-        dtypes = {id(tensor): dtype for tensor, dtype in self._before}
-        stand_ins: dict[int, Tensor] = {}
-        undo: list[tuple[dict[str, Any], str, Tensor]] = []
-        recurrent: list[nn.RNNBase] = [m for m in self.model.modules() if isinstance(m, nn.RNNBase)]
+        stand_ins = {id(tensor): stand_in(tensor, dtype) for tensor, dtype in self._before}
+        modules = [*self.model.modules()]
+        stores: list[dict[str, Any]] = [cast(Any, s) for m in modules for s in (m._parameters, m._buffers)]
+        places = [(store, key, t) for store in stores for key, t in store.items() if id(t) in stand_ins]
         was_on, self._power.on = self._power.on, False
         try:
-            for module in self.model.modules():
-                for store in cast(tuple[dict[str, Any], ...], (module._parameters, module._buffers)):
-                    for key, tensor in store.items():
-                        if tensor is not None and id(tensor) in dtypes:
-                            undo.append((store, key, tensor))
-                            if id(tensor) not in stand_ins:
-                                stand_ins[id(tensor)] = stand_in(tensor, dtypes[id(tensor)])
-            for store, key, tensor in undo:
+            for store, key, tensor in places:
                 store[key] = stand_ins[id(tensor)]
-            refresh_flat(recurrent)
+            refresh_flat(modules)
             yield
         finally:
-            for store, key, tensor in undo:
+            for store, key, tensor in places:
                 store[key] = tensor
-            refresh_flat(recurrent)
+            refresh_flat(modules)
             self._power.on = was_on
 
 
@@ -229,7 +222,7 @@ def convert(
     record = Conversion(inner, shown)
     keep = keep_originals if isinstance(keep_originals, bool) else level is not None and level.masters
     held = keep_originals if isinstance(keep_originals, Collection) else ()
-    job = _Casting(inner, record, resolved, low, level, keep, keep_shards, {*held})
+    job = _Casting(record, resolved, low, level, keep, {*held}, keep_shards)
     with ExitStack() as stack:
         for listen in around:
             stack.enter_context(listen(inner))
@@ -286,25 +279,22 @@ def _check_model(model: nn.Module, stores: bool, changes: bool) -> None:
         check_before(model)
 
 
+@dataclass
 class _Casting:
-    """One conversion under way: the model, its resolved rules, the record being written."""
+    """One conversion under way: the record being written, the model's resolved rules, what is kept."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        record: Conversion,
-        resolved: Mapping[str, PlanRule],
-        low: torch.dtype,
-        level: Level | None,
-        keep: bool,
-        keep_shards: bool,
-        held: Set[Tensor],
-    ) -> None:
-        self.model, self.record, self.resolved, self.low, self.level = model, record, resolved, low, level
-        self.keep, self.keep_shards = keep, keep_shards
-        self.held = held  # parameters whose fp32 values are kept even where they are frozen
+    record: Conversion
+    resolved: Mapping[str, PlanRule]
+    low: torch.dtype
+    level: Level | None
+    keep: bool
+    held: Set[Tensor]  # parameters whose fp32 values are kept even where they are frozen
+    keep_shards: bool
+
+    def __post_init__(self) -> None:
+        self.model = self.record.model
         self.changes: list[Change] = []
-        self.paths = dict(model.named_modules())
+        self.paths = dict(self.model.named_modules())
         self.names = fqns(self.paths)
 
     def run(self) -> None:

@@ -66,11 +66,11 @@ def stand_in(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return made
 
 
-def refresh_flat(modules: Iterable[nn.RNNBase]) -> None:
-    """Have recurrent layers take their weights anew."""
+def refresh_flat(modules: Iterable[nn.Module]) -> None:
+    """Have the recurrent layers among modules take their weights anew."""
     for module in modules:
-        names, _ = flat_weights(module) or ([], [])
-        set_flat_weights(module, [getattr(module, name, None) for name in names])
+        if (flat := flat_weights(module)) is not None:
+            set_flat_weights(module, [getattr(module, name, None) for name in flat[0]])
 
 
 # ---- what no record of a conversion knows ----------------------------------------------------------------
@@ -90,7 +90,7 @@ def undo_copy(model: nn.Module) -> bool:
         for tensor in {id(t): t for t in (*model.parameters(), *model.buffers())}.values():
             if tensor.dtype in LOW_DTYPES:
                 replace_data(tensor, tensor.data.float())
-        refresh_flat(module for module in model.modules() if isinstance(module, nn.RNNBase))
+        refresh_flat(model.modules())
     return bool(powers)
 
 

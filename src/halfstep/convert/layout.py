@@ -56,10 +56,7 @@ class Relayout:
         """Give every weight its former strides; a second call does nothing."""
         for weight, stride in self._before:
             if weight.stride() != stride:
-                data = torch.empty_strided(
-                    weight.shape, stride, dtype=weight.dtype, device=weight.device
-                ).copy_(weight.data)
-                _reorder(weight, data)
+                _reorder(weight, _strided(weight.data, stride))
         self._before = []
 
 
@@ -67,6 +64,8 @@ def _reorder(weight: Tensor, data: Tensor) -> None:
     gradient, weight.grad = weight.grad, None
     weight.data = data
     if gradient is not None:
-        weight.grad = torch.empty_strided(
-            data.shape, data.stride(), dtype=gradient.dtype, device=gradient.device
-        ).copy_(gradient)
+        weight.grad = _strided(gradient, data.stride())
+
+
+def _strided(t: Tensor, stride: Sequence[int]) -> Tensor:
+    return torch.empty_strided(t.shape, stride, dtype=t.dtype, device=t.device).copy_(t)

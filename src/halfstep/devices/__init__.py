@@ -2,21 +2,22 @@
 
 from halfstep.devices.capabilities import (
     SLOW_RATIO,
+    Accelerator,
     Capability,
-    Declared,
     Status,
     available,
     cache_file,
     capability,
     check_dtype,
     declare,
+    declared,
     default_dtype,
     is_slow,
     machine,
     resolve,
 )
 from halfstep.devices.memory import keep_freed_memory
-from halfstep.devices.register import Accelerator, on_register, register
+from halfstep.devices.register import on_register, register
 from halfstep.devices.transfer import AsyncCopy, send_to_host
 
 __all__ = [
@@ -24,13 +25,13 @@ __all__ = [
     "Accelerator",
     "AsyncCopy",
     "Capability",
-    "Declared",
     "Status",
     "available",
     "cache_file",
     "capability",
     "check_dtype",
     "declare",
+    "declared",
     "default_dtype",
     "is_slow",
     "keep_freed_memory",

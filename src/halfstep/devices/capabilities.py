@@ -56,49 +56,57 @@ class Capability:
 
 
 @dataclass(frozen=True)
-class Declared:
-    """What a vendor says about a device of its own: dtypes with fast kernels and with slow ones."""
+class Accelerator:
+    """What a vendor says of a device of its own, in the words of `register`; `declare` tells dtypes alone."""
 
     name: str
-    dtypes: tuple[torch.dtype, ...]
+    dtypes: tuple[torch.dtype, ...] = ()
     slow: tuple[torch.dtype, ...] = ()
+    finite_check: Callable[..., None] | None = None
+    update_scale: Callable[..., None] | None = None
+    collective: str | Callable[..., Any] | None = None
+    policy: Any = None
 
 
-_declared: dict[str, Declared] = {}
+_declared: dict[str, Accelerator] = {}
+_NOTHING = Accelerator("")
 _known: dict[tuple[str, torch.dtype], Capability] = {}
 
 
 def declare(
     name: str, dtypes: Sequence[str | torch.dtype], slow: Sequence[str | torch.dtype] = ()
-) -> Declared:
+) -> Accelerator:
     """Take a vendor's word for what device type `name` computes in, in place of measuring it.
 
     Raises:
         ConfigError: a dtype is not floating point, one of `slow` is not in `dtypes`, or there is none.
     """
+    row = computes_in(name, dtypes, slow)
+    keep(row)
+    return row
+
+
+def computes_in(name: str, dtypes: object, slow: object) -> Accelerator:
+    """What `declare` was told, once it is found to make sense."""
     if not isinstance(name, str):
         raise ConfigError(f"{name!r:.60} cannot name a device: expected a word such as 'npu'")
-    row = Declared(name, _listed("dtypes", dtypes), _listed("slow", slow))
+    row = Accelerator(name, _listed("dtypes", dtypes), _listed("slow", slow))
     if not row.dtypes:
         raise ConfigError(f"dtypes={dtypes!r:.60}: {name!r} computes in none; list at least one 16-bit dtype")
     if stray := [dtype_name(d) for d in row.slow if d not in row.dtypes]:
         raise ConfigError(f"slow={stray} is not among the dtypes of {name!r}; list every dtype in dtypes=")
-    redeclare(name, row)
     return row
 
 
-def declared(name: str) -> Declared | None:
-    """What was declared of device type `name`; None where nothing was."""
-    return _declared.get(name)
-
-
-def redeclare(name: str, row: Declared | None) -> None:
-    """Put a declaration in the place of what was said of `name` before; None takes that back."""
-    if row is None:
-        _declared.pop(name, None)
-    else:
-        _declared[name] = row
+def keep(row: Accelerator) -> None:
+    """Put a declaration in the place of what was said of its device before."""
+    _declared[row.name] = row
     _known.clear()  # a question without a device may have another answer now
+
+
+def declared(name: str) -> Accelerator:
+    """What was declared of device type `name` last: nothing, where nobody did."""
+    return _declared.get(name, _NOTHING)
 
 
 def _listed(option: str, dtypes: object) -> tuple[torch.dtype, ...]:

@@ -4,28 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.utils import backend_registration
 
-from halfstep.devices.capabilities import declare, declared, redeclare
+from halfstep.devices.capabilities import Accelerator, computes_in, keep
 from halfstep.errors import ConfigError
-
-
-@dataclass(frozen=True)
-class Accelerator:
-    """What a vendor registered for a device: its dtypes, and kernels and collectives where it brings them."""
-
-    name: str
-    dtypes: tuple[torch.dtype, ...]
-    slow: tuple[torch.dtype, ...]
-    finite_check: Callable[..., None] | None
-    update_scale: Callable[..., None] | None
-    collective: str | Callable[..., Any] | None
-    policy: Any = None
-
 
 _followers: list[Callable[[Accelerator], None]] = []
 
@@ -80,17 +66,18 @@ def register(
     brought = finite_check, update_scale, None if isinstance(collective, str) else collective
     if wrong := [f"{given!r:.60}" for given in brought if not (given is None or callable(given))]:
         raise ConfigError(f"{wrong[0]} is no function: finite_check, update_scale and collective must be")
-    before = declared(name)
-    said = declare(name, dtypes, slow)
-    row = Accelerator(name, said.dtypes, said.slow, finite_check, update_scale, collective, policy)
+    row = replace(
+        computes_in(name, dtypes, slow),
+        finite_check=finite_check,
+        update_scale=update_scale,
+        collective=collective,
+        policy=policy,
+    )
     if taken != name:
         backend_registration.rename_privateuse1_backend(name)
-    try:
-        for follower in _followers:
-            follower(row)
-    except Exception:
-        redeclare(name, before)  # what is refused changes nothing
-        raise
+    for follower in _followers:
+        follower(row)
+    keep(row)
     return row
 
 

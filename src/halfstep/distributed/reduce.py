@@ -69,38 +69,6 @@ def all_ranks(found_inf: Tensor, group: Group | None = None) -> Tensor:
     return flag.reshape(found_inf.shape).to(found_inf.device, found_inf.dtype, non_blocking=True)
 
 
-def global_norm(norm: Tensor, group: Group | None = None) -> Tensor:
-    """Return the 2-norm over ranks that each hold a different shard, from each rank's local 2-norm.
-
-    Ranks' norms are divided by their largest before squaring, so that squares do not overflow float32.
-    Replicated gradients (DDP) need no reduction: their local norm is the global one.
-    """
-    if world_size(group) == 1:
-        return norm
-    peak = global_max(norm, group)
-    usable = torch.isfinite(peak) & (peak > 0)
-    ratio = torch.where(usable, norm / peak, torch.zeros_like(norm))
-    squares = to_backend(ratio.square().reshape(1), group)
-    dist.all_reduce(squares, op=dist.ReduceOp.SUM, group=group)
-    total = squares.reshape(()).to(norm.device, non_blocking=True).sqrt() * peak
-    return torch.where(usable, total, peak)
-
-
-def global_max(value: Tensor, group: Group | None = None) -> Tensor:
-    """Return the largest of a 0-d value over ranks; NaN on any rank gives NaN everywhere.
-
-    (MAX all-reduce treats NaN differently from backend to backend, so NaN travels as a flag of its own.)
-    """
-    if world_size(group) == 1:
-        return value
-    nan = torch.isnan(value)
-    pair = torch.stack([torch.where(nan, 0.0, value), nan.to(value.dtype)])
-    pair = to_backend(pair, group)
-    dist.all_reduce(pair, op=dist.ReduceOp.MAX, group=group)
-    pair = pair.to(value.device, non_blocking=True)
-    return torch.where(pair[1] > 0, torch.full_like(pair[0], torch.nan), pair[0])
-
-
 def gather(value: Any, group: Group | None = None) -> list[Any]:
     """Return every rank's `value` (anything that pickles), in the order of ranks.
 

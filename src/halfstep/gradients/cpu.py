@@ -26,35 +26,29 @@ GRADS = {torch.bfloat16: L.BF16, torch.float16: L.FP16, torch.float32: L.FP32}
 
 
 @cache
-def kernels() -> Any:
-    """The compiled kernels' module, or None (said once) where Numba cannot be used."""
+def kernels(needed: bool = True) -> Any:
+    """The compiled kernels' module, None where Numba cannot be used, of which one warning tells.
+
+    Nothing is said where they are not `needed`: for passes that torch does as well, with the same values.
+    """
     try:
         from halfstep.kernels.cpu import models
     except ImportError as error:
-        warnings.warn(
-            f"Numba cannot be imported ({error}); hs.optim runs its plain torch reference on the CPU, "
-            "several times slower: pip install numba",
-            HalfstepWarning,
-            stacklevel=4,
-        )
-        return None
-    return models
-
-
-@cache
-def kernels_if_any() -> Any:
-    """`kernels` for passes that torch does as well, with the same values: nothing is said without Numba."""
-    try:
-        from halfstep.kernels.cpu import models
-    except ImportError:
+        if needed:
+            warnings.warn(
+                f"Numba cannot be imported ({error}); hs.optim runs its plain torch reference on the CPU, "
+                "several times slower: pip install numba",
+                HalfstepWarning,
+                stacklevel=4,
+            )
         return None
     return models
 
 
 def kernels_worth(tensors: Sequence[Tensor]) -> Any:
-    """`kernels_if_any` where they can read these tensors and are worth their import, else None."""
+    """`kernels` where they can read these tensors and are worth their import, else None: torch does it."""
     fit = all(type(t) is Tensor and t.is_cpu and t.dtype in GRADS and t.is_contiguous() for t in tensors)
-    return kernels_if_any() if fit and sum(t.numel() for t in tensors) >= LEAST else None
+    return kernels(needed=False) if fit and sum(t.numel() for t in tensors) >= LEAST else None
 
 
 @cache

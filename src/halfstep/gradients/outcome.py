@@ -110,8 +110,6 @@ class Outcome:
         """The largest magnitude among the unscaled gradients, if measured."""
         return self.read().amax
 
-    max_abs = amax  #: its earlier name
-
     @property
     def reason(self) -> str:
         """Why the step was skipped or what was wrong; empty for an ordinary step."""

@@ -116,29 +116,15 @@ def measure(
     norm = torch.linalg.vector_norm(_norms(tensors, home))
     amax = _peak(tensors, home)
     finite = torch.isfinite(amax)
-    norm = _rescue(norm, amax, finite, tensors)
-    if inv_scale is not None:
-        if isinstance(inv_scale, Tensor):
-            inv_scale = inv_scale.to(home, non_blocking=True)
-        norm, amax = norm * inv_scale, amax * inv_scale
-    return GradStats(finite, norm, amax)
+    return _unscaled(finite, _rescue(norm, amax, finite, tensors), amax, inv_scale)
 
 
-@torch.no_grad()
-def finite_and_norm(
-    grads: Sequence[Tensor], inv_scale: float | Tensor | None = None
-) -> GradStats[Tensor, Tensor, Tensor | None]:
-    """Return `measure`'s finite flag and norm; largest magnitude only where it came at no further cost.
-
-    On a CPU a finite norm proves finite gradients, so that a second look is needed only after a bad one.
-    """
-    tensors = [t for g in grads if (t := dense_values(g.detach())).numel()]
-    if tensors and all(t.device.type == "cpu" for t in tensors):
-        norm = torch.linalg.vector_norm(_norms(tensors, tensors[0].device))
-        finite = torch.isfinite(norm)
-        if bool(finite):
-            return GradStats(finite, norm if inv_scale is None else norm * inv_scale, None)
-    return measure(tensors, inv_scale)
+def _unscaled(finite: Tensor, norm: Tensor, amax: Tensor, inv_scale: float | Tensor | None) -> GradStats:
+    if inv_scale is None:
+        return GradStats(finite, norm, amax)
+    if isinstance(inv_scale, Tensor):
+        inv_scale = inv_scale.to(norm.device, non_blocking=True)
+    return GradStats(finite, norm * inv_scale, amax * inv_scale)
 
 
 @torch.no_grad()
@@ -167,13 +153,10 @@ def measure_shards(
     squares, amax = torch.stack([a for a, _ in found]).sum(), gathered([b for _, b in found], home).amax()
     if stages is not None:
         squares, amax = distributed.sums_over((stages,), squares, amax)
-    finite, norm = torch.isfinite(amax), squares.sqrt().to(amax.dtype)
-    if inv_scale is not None:
-        factor = inv_scale.to(home, non_blocking=True) if isinstance(inv_scale, Tensor) else inv_scale
-        norm, amax = norm * factor, amax * factor
-    return GradStats(finite, norm, amax)
+    return _unscaled(torch.isfinite(amax), squares.sqrt().to(amax.dtype), amax, inv_scale)
 
 
+@torch.no_grad()
 @torch.no_grad()
 def measure_whole(
     grads: Sequence[Tensor],
@@ -184,11 +167,18 @@ def measure_whole(
 ) -> GradStats[Tensor, Tensor, Tensor | None]:
     """Return `measure_shards`, which every rank must call, where a gradient is elsewhere, else `measure`.
 
-    Without `needs_amax` it is `finite_and_norm` that measures.
+    Without `needs_amax` a largest magnitude only where it comes at no further cost: on a CPU a finite norm
+    proves finite gradients, so that a second look is needed only after a bad one.
     """
     if stages is not None or any(distributed.local_of(g) is not g for g in grads):
         return measure_shards(grads, inv_scale, stages=stages)
-    return (measure if needs_amax else finite_and_norm)(grads, inv_scale)
+    tensors = [] if needs_amax else [t for g in grads if (t := dense_values(g.detach())).numel()]
+    if tensors and all(t.device.type == "cpu" for t in tensors):
+        norm = torch.linalg.vector_norm(_norms(tensors, tensors[0].device))
+        finite = torch.isfinite(norm)
+        if bool(finite):
+            return GradStats(finite, norm if inv_scale is None else norm * inv_scale, None)
+    return measure(grads, inv_scale)
 
 
 def _sums(tensors: list[Tensor], home: torch.device) -> tuple[Tensor, Tensor]:

@@ -1,59 +1,21 @@
 """Divide the loss scale out of gradients in place, and tell whether any was inf or NaN, in one pass.
 
-A device may bring its own kernels for this and for the scale update (`register_kernels`); elsewhere torch's
-kernel runs where it exists and a plain implementation where not. No host synchronisation on accelerators.
+A device may bring a kernel of its own for this (`devices.register`); elsewhere torch's kernel runs where it
+exists and a plain implementation where not. No host synchronisation on accelerators.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from halfstep.errors import ConfigError
+from halfstep import devices
 from halfstep.torch_private import stored_values, unscale_and_check
 from halfstep.trees import all_finite, dense_values, home_device, multiply
 
-CheckAndUnscale = Callable[[list[Tensor], Tensor, Tensor], None]
-UpdateScale = Callable[[Tensor, Tensor, Tensor, float, float, int], None]
-
-
-@dataclass(frozen=True)
-class Kernels:
-    """A device's own kernels, with the signatures of torch's.
-
-    `check_and_unscale(grads, found_inf, inv_scale)` multiplies gradients of one dtype in place and sets
-    `found_inf` (0-d float32) to 1 if any was not finite. `update_scale(scale, growth_tracker, found_inf,
-    growth_factor, backoff_factor, growth_interval)` changes `scale` (0-d float32) and `growth_tracker`
-    (0-d int32) in place.
-    """
-
-    check_and_unscale: CheckAndUnscale | None = None
-    update_scale: UpdateScale | None = None
-
-
-_torch_kernel: CheckAndUnscale = unscale_and_check
-_KERNELS: dict[str, Kernels] = {}
-_WITHOUT_TORCH_KERNEL: set[tuple[str, torch.dtype]] = set()
-
-
-def register_kernels(
-    device_type: str,
-    *,
-    check_and_unscale: CheckAndUnscale | None = None,
-    update_scale: UpdateScale | None = None,
-) -> None:
-    """Use a vendor's kernels on devices of `device_type`; None for what the vendor does not bring."""
-    if not device_type or ":" in device_type:
-        raise ConfigError(f"a device type such as 'mlu' was expected, got {device_type!r}")
-    _KERNELS[device_type] = Kernels(check_and_unscale, update_scale)
-
-
-def kernels_of(device_type: str) -> Kernels:
-    """Return the kernels registered for a device type (none by default)."""
-    return _KERNELS.get(device_type, Kernels())
+_torch_kernel: Callable[[list[Tensor], Tensor, Tensor], None] = unscale_and_check
 
 
 @torch.no_grad()
@@ -95,18 +57,14 @@ def any_of(flags: Sequence[Tensor]) -> Tensor:
 
 
 def _check_and_unscale(group: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
-    kind = (found_inf.device.type, group[0].dtype)
-    vendor = kernels_of(kind[0]).check_and_unscale
+    vendor = devices.declared(found_inf.device.type).finite_check
     if vendor is not None:
         vendor(group, found_inf, inv_scale)
         return
-    if kind not in _WITHOUT_TORCH_KERNEL:
-        try:
-            _torch_kernel(group, found_inf, inv_scale)
-            return
-        except NotImplementedError:
-            _WITHOUT_TORCH_KERNEL.add(kind)
-    plain_check_and_unscale(group, found_inf, inv_scale)
+    try:
+        _torch_kernel(group, found_inf, inv_scale)
+    except NotImplementedError:
+        plain_check_and_unscale(group, found_inf, inv_scale)
 
 
 def plain_check_and_unscale(group: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:

@@ -19,8 +19,9 @@ from halfstep.distributed import local_of
 from halfstep.formats import Format, dtype_name, format_of
 from halfstep.numerics.fault import Cause
 from halfstep.numerics.histogram import amax
-from halfstep.numerics.tape import Node, is_finite, key_of, tensors_in, written_by
-from halfstep.torch_private import tree_flatten, tree_unflatten
+from halfstep.numerics.tape import Node, is_finite, key_of, written_by
+from halfstep.torch_private import pytree
+from halfstep.trees import tensors_in
 
 _DEPTH = 48
 
@@ -64,7 +65,7 @@ def outlying_weight(
 
 def _wider(tree: Any, dtype: torch.dtype | None) -> Any:
     """Copies with every floating tensor, and every floating dtype that is asked for, made `dtype`."""
-    leaves, spec = tree_flatten(tree)
+    leaves, spec = pytree.tree_flatten(tree)
 
     def widen(x: Any) -> Any:
         if isinstance(x, Tensor):
@@ -74,7 +75,7 @@ def _wider(tree: Any, dtype: torch.dtype | None) -> Any:
             return dtype
         return x
 
-    return tree_unflatten([widen(x) for x in leaves], spec)
+    return pytree.tree_unflatten([widen(x) for x in leaves], spec)
 
 
 def _call(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
@@ -111,13 +112,13 @@ class _WiderResults:
         random = torch.Tag.nondeterministic_seeded in node.func.tags
         if node.dropped or random or depth > _DEPTH:
             return None
-        leaves, spec = tree_flatten((node.args, node.kwargs or {}))
+        leaves, spec = pytree.tree_flatten((node.args, node.kwargs or {}))
         parents = iter(node.parents)
         wide = [
             self._value(x, next(parents, None), depth) if isinstance(x, Tensor) else _wider(x, torch.float32)
             for x in leaves
         ]
-        args, kwargs = tree_unflatten(wide, spec)
+        args, kwargs = pytree.tree_unflatten(wide, spec)
         try:
             return _call(node.func, args, kwargs)
         except (RuntimeError, TypeError, ValueError, NotImplementedError):
@@ -189,7 +190,7 @@ def _lost_scalar(node: Node) -> tuple[float, torch.dtype] | None:
     if low is None:
         return None
     smallest = format_of(low.dtype).smallest_subnormal
-    scalars = [x for x in tree_flatten((node.args, node.kwargs))[0] if isinstance(x, float)]
+    scalars = [x for x in pytree.tree_flatten((node.args, node.kwargs))[0] if isinstance(x, float)]
     return next(((x, low.dtype) for x in scalars if 0 < abs(x) <= smallest / 2), None)
 
 

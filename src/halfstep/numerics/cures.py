@@ -24,7 +24,7 @@ from halfstep.numerics.fault import Cause, Cure, Spec
 from halfstep.numerics.snapshot import StepParticipants, scale_of
 from halfstep.numerics.tape import CallMode, Node, OpLocation, is_finite, look, op_label
 from halfstep.scaling.loss_scale import NoLossScale
-from halfstep.torch_private import tree_map
+from halfstep.torch_private import pytree
 
 _CLIP = "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
 
@@ -180,7 +180,7 @@ def _in_fp32(func: Any, args: Any, kwargs: Any) -> Any:
         return x.float() if isinstance(x, Tensor) and x.is_floating_point() else x
 
     with torch.autocast(_device(), enabled=False):
-        args, kwargs = tree_map(wide, (args, kwargs))
+        args, kwargs = pytree.tree_map(wide, (args, kwargs))
         return func(*args, **kwargs)
 
 
@@ -210,7 +210,7 @@ def _with_epsilon(value: float, func: Any, args: Any, kwargs: Any) -> Any:
     def lift(x: Any) -> Any:
         return value if isinstance(x, float) and 0 < abs(x) < value else x
 
-    args, kwargs = tree_map(lift, (args, kwargs))
+    args, kwargs = pytree.tree_map(lift, (args, kwargs))
     return func(*args, **kwargs)
 
 

@@ -31,7 +31,7 @@ from halfstep.optim.masters import holder_of
 from halfstep.optim.resolution import expected_step, too_coarse
 from halfstep.policy.levels import LOW_DTYPES
 from halfstep.scaling.loss_scale import NoLossScale
-from halfstep.torch_private import tree_flatten
+from halfstep.torch_private import pytree
 
 _NORMS = (nn.modules.batchnorm._BatchNorm, nn.LayerNorm, nn.GroupNorm)
 _MASKING = frozenset(
@@ -166,7 +166,7 @@ def _scalars(node: Node, tensors: list[Tensor], half: bool) -> _Found:
     if not any(t.dtype == torch.float16 for t in (tensors or node.outs)):
         return
     base = node.base.rstrip("_")
-    for value in tree_flatten((node.args, node.kwargs))[0]:
+    for value in pytree.tree_flatten((node.args, node.kwargs))[0]:
         if type(value) not in (int, float):
             continue
         size = abs(value)

@@ -20,9 +20,9 @@ from halfstep.distributed import all_ranks, is_sharded, world_size
 from halfstep.errors import HalfstepWarning, LossScaleCollapsed
 from halfstep.gradients.per_parameter import amaxes
 from halfstep.numerics.snapshot import Snapshot, StepParticipants
-from halfstep.numerics.tape import is_finite, tensors_in
+from halfstep.numerics.tape import is_finite
 from halfstep.numerics.trace import Trace, trace_step
-from halfstep.trees import gradients_of
+from halfstep.trees import gradients_of, tensors_in
 
 _SHARDED = (
     "step {}: gradients or the loss are not finite. No op is named: fully_shard frees the weights that it "

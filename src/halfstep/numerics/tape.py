@@ -40,12 +40,12 @@ from halfstep.torch_private import (
     graph_task,
     memory_of,
     node_number,
+    pytree,
     running_node,
     schema_of,
     sequence_number,
-    tree_flatten,
-    tree_unflatten,
 )
+from halfstep.trees import tensors_in
 
 _TORCH = str(Path(torch.__file__).parent)
 _HERE = str(Path(__file__).parent.parent)
@@ -208,11 +208,6 @@ def is_finite(t: Tensor) -> bool:
     if not (t.is_floating_point() or t.is_complex()) or t.numel() == 0 or t.is_meta:
         return True
     return math.isfinite(amax(t).item())
-
-
-def tensors_in(tree: Any) -> list[Tensor]:
-    """All tensors in nested lists, tuples and dicts, in order."""
-    return [x for x in tree_flatten(tree)[0] if isinstance(x, Tensor)]
 
 
 @dataclass(eq=False)
@@ -525,10 +520,10 @@ class Tape(TorchDispatchMode):
         for t in written:
             if id(t) in copies:
                 self.originals.setdefault(key_of(t), copies[id(t)])
-        leaves, spec = tree_flatten((args, kwargs))
+        leaves, spec = pytree.tree_flatten((args, kwargs))
         given = [x for x in leaves if isinstance(x, Tensor)]
         node.parents = [self._maker(t) for t in given]
-        node.args, node.kwargs = tree_unflatten([copies.get(id(x), x) for x in leaves], spec)
+        node.args, node.kwargs = pytree.tree_unflatten([copies.get(id(x), x) for x in leaves], spec)
         out = func(*args, **kwargs)
         results = [*tensors_in(out), *(t for t in written)]
         if node.base in _UNWRITTEN:
@@ -641,8 +636,8 @@ class Tape(TorchDispatchMode):
 
 
 def _detached(tree: Any) -> Any:
-    leaves, spec = tree_flatten(tree)
-    return tree_unflatten([x.detach().clone() if isinstance(x, Tensor) else x for x in leaves], spec)
+    leaves, spec = pytree.tree_flatten(tree)
+    return pytree.tree_unflatten([x.detach().clone() if isinstance(x, Tensor) else x for x in leaves], spec)
 
 
 def written_by(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
@@ -664,7 +659,7 @@ def _writes_infinity(node: Node) -> bool:
     """Whether the op was told to write an infinity (`masked_fill(mask, -inf)`): a mask, not an accident."""
     if node.base.removesuffix("_") not in _FILLS:
         return False
-    scalars = [x for x in tree_flatten((node.args, node.kwargs))[0] if isinstance(x, float)]
+    scalars = [x for x in pytree.tree_flatten((node.args, node.kwargs))[0] if isinstance(x, float)]
     return any(math.isinf(x) for x in scalars)
 
 

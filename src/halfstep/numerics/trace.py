@@ -39,7 +39,8 @@ from halfstep.numerics.cures import (
 from halfstep.numerics.fault import Again, Cause, Cure, Fault, Seen, Spoiled, TensorInfo, try_cures
 from halfstep.numerics.histogram import amax
 from halfstep.numerics.snapshot import Snapshot, StepParticipants, listed, replay, run_eagerly
-from halfstep.numerics.tape import End, Node, OpLocation, Tape, is_finite, key_of, tensors_in
+from halfstep.numerics.tape import End, Node, OpLocation, Tape, is_finite, key_of
+from halfstep.trees import tensors_in
 
 #: Cures that change one factor, so that the step runs the very same ops.
 _SCALES = ("loss_scale", "loss")

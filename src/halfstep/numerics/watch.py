@@ -38,7 +38,7 @@ from halfstep.numerics.histogram import Counts, count, count_many
 from halfstep.numerics.snapshot import is_session, listed, replaying, scale_of
 from halfstep.optim.masters import weight_of
 from halfstep.optim.resolution import held, rounded_at_random
-from halfstep.torch_private import graph_task, tree_leaves
+from halfstep.torch_private import graph_task, pytree
 from halfstep.trees import Ends, dense_values, ends_of, parameters_of, scalar_on
 
 #: Points a forecast looks back on, and the least it needs.
@@ -411,7 +411,7 @@ class Watch:
         if not self._sampling or replaying() or torch.compiler.is_compiling():
             return
         recomputed = graph_task() != -1
-        floats = (t for t in tree_leaves(output) if isinstance(t, Tensor) and t.is_floating_point())
+        floats = (t for t in pytree.tree_leaves(output) if isinstance(t, Tensor) and t.is_floating_point())
         tensor = next((t for t in floats if t.numel()), None)
         if tensor is None:
             return

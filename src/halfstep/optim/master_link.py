@@ -17,7 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from halfstep.distributed import local_of
 from halfstep.errors import CheckpointError, ConfigError, UnsupportedError
-from halfstep.gradients.cpu import GRADS, WorkItems, kernels_if_any, run_ranges
+from halfstep.gradients.cpu import GRADS, WorkItems, kernels, run_ranges
 from halfstep.names import fqn, named_parameters
 from halfstep.optim import checkpoints
 from halfstep.optim.loading import HasMasters, HooksOfHolder
@@ -112,7 +112,7 @@ def _is_free(weight: Tensor) -> bool:
 
 def _differing(masters: Sequence[Master]) -> list[Master]:
     """All masters whose weights are not their rounding, by value, and some whose weights are."""
-    has_kernels, found, rest = kernels_if_any() is not None, list[Master](), list[Master]()
+    has_kernels, found, rest = kernels(needed=False) is not None, list[Master](), list[Master]()
     rows: dict[torch.dtype, list[tuple[Master, int, int, int]]] = {}
     for m in masters:
         w = m._source
@@ -126,7 +126,7 @@ def _differing(masters: Sequence[Master]) -> list[Master]:
         of_kind, sizes, *addresses = zip(*own)
         work, table = WorkItems(sizes), np.array(addresses, np.int64).T.copy()
         flags = np.empty(len(work.sizes), np.bool_)
-        run_ranges(kernels_if_any().comparer(GRADS[dtype]), work.sizes, work.items, table, flags)
+        run_ranges(kernels(needed=False).comparer(GRADS[dtype]), work.sizes, work.items, table, flags)
         found += [of_kind[i] for i in set(work.items[flags, 0].tolist())]
     return found + rest if rest and _differ(rest) else found
 

@@ -21,7 +21,7 @@ from halfstep.optim.loading import HasMasters, LoadedMasters
 from halfstep.optim.master_link import Link, Master, ModelHooks, weight_of
 from halfstep.optim.saved_masters import SavedMasters
 from halfstep.policy.levels import LOW_DTYPES
-from halfstep.torch_private import tree_leaves
+from halfstep.torch_private import pytree
 from halfstep.trees import parameters_of
 
 __all__ = ["MasterWeights", "check_accumulate", "weight_of"]
@@ -281,7 +281,7 @@ def _refuse_own_references(optimizer: torch.optim.Optimizer) -> None:
     if any(type(p) is Master for p in params):
         raise ConfigError(f"this {kind} already has master weights; revert() those first")
     for key in vars(optimizer).keys() - {"param_groups", "state", "defaults"}:
-        for held in tree_leaves(getattr(optimizer, key)):
+        for held in pytree.tree_leaves(getattr(optimizer, key)):
             shared = getattr(held, "param_groups", None) is optimizer.param_groups  # a wrapper's inner one
             if id(held) in mine or (isinstance(held, torch.optim.Optimizer) and not shared):
                 raise UnsupportedError(

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import sysconfig
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cache, lru_cache
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -53,26 +53,21 @@ class Batches:
     the current pass, so `for x, y in batches` is one epoch. `state_dict()` holds the position.
     """
 
-    def __init__(self, x: Tensor, y: Tensor, batch_size: int, *, seed: int = 0, shuffle: bool = True) -> None:
+    def __init__(self, x: Tensor, y: Tensor, batch_size: int, *, seed: int = 0) -> None:
         if len(x) != len(y):
             raise DataError(f"{len(x)} inputs but {len(y)} targets; give one target for each input")
         if not 1 <= batch_size <= len(x):
             raise ConfigError(f"batch_size={batch_size} with {len(x)} examples; use 1 to {len(x)}")
-        self.x, self.y, self.batch_size, self.seed, self.shuffle = x, y, batch_size, seed, shuffle
+        self.x, self.y, self.batch_size, self.seed = x, y, batch_size, seed
         self.epoch = 0
         self.position = 0
 
     def __len__(self) -> int:
         return len(self.x) // self.batch_size
 
-    def _order(self) -> Tensor:
-        if not self.shuffle:
-            return torch.arange(len(self.x))
-        generator = torch.Generator().manual_seed(1_000_003 * self.seed + self.epoch)
-        return torch.randperm(len(self.x), generator=generator)
-
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        order = self._order().to(self.x.device)
+        generator = torch.Generator().manual_seed(1_000_003 * self.seed + self.epoch)
+        order = torch.randperm(len(self.x), generator=generator).to(self.x.device)
         while self.position < len(self):
             start = self.position * self.batch_size
             take = order[start : start + self.batch_size]
@@ -107,11 +102,12 @@ class TextBatches(Batches):
             yield self.text[at], self.text[at + 1]
 
 
-@lru_cache(maxsize=2)
-def digits(size: int = 28, test: int = 500) -> Dataset:
-    """The 1,797 handwritten 8x8 digits of scikit-learn, scaled up to [N, 1, size, size] in 0..255, fp32.
+@cache
+def digits() -> Dataset:
+    """The 1,797 handwritten 8x8 digits of scikit-learn, scaled up to [N, 1, 28, 28] in 0..255, fp32.
 
-    The split is fixed (seed 0), so that seeds of a run vary training alone. Needs scikit-learn.
+    500 are the test, in a split that is fixed (seed 0), so that seeds of a run vary training alone. Needs
+    scikit-learn.
     """
     try:
         from sklearn.datasets import load_digits
@@ -119,22 +115,17 @@ def digits(size: int = 28, test: int = 500) -> Dataset:
         raise DataError("the digits need scikit-learn: pip install scikit-learn") from error
     bunch: Any = load_digits()
     small = torch.tensor(bunch.images, dtype=torch.float32)[:, None] * (255.0 / 16.0)
-    images = torch.nn.functional.interpolate(small, size=(size, size), mode="bilinear", align_corners=False)
+    images = torch.nn.functional.interpolate(small, size=(28, 28), mode="bilinear", align_corners=False)
     labels = torch.tensor(bunch.target, dtype=torch.int64)
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
-    train, held = order[:-test], order[-test:]
+    train, held = order[:-500], order[-500:]
     return Dataset("digits", images[train], labels[train], images[held], labels[held])
 
 
 def normalise(data: Dataset, mean: float, std: float) -> Dataset:
     """(x / 255 - mean) / std on both parts of an image data set in 0..255."""
-    return Dataset(
-        data.name,
-        (data.train_x / 255.0 - mean) / std,
-        data.train_y,
-        (data.test_x / 255.0 - mean) / std,
-        data.test_y,
-    )
+    train, test = ((x / 255.0 - mean) / std for x in (data.train_x, data.test_x))
+    return replace(data, train_x=train, test_x=test)
 
 
 def _mnist_file(folder: Path, stem: str) -> Path:

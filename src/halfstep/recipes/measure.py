@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from halfstep.report.comparison import Bound, OpCost
-from halfstep.torch_private import TorchDispatchMode, pytree, schema_of
+from halfstep.torch_private import TorchDispatchMode, schema_of
+from halfstep.trees import tensors_in
 from halfstep.tuning.engine import clock_of
 from halfstep.tuning.op_times import StepTimes, without_remarks
 
@@ -89,13 +90,6 @@ def saved_bytes(forward: Callable[[], Tensor], parameters: Iterable[Tensor]) -> 
     return sum(size for address, size in kept.items() if address not in own)
 
 
-def peak_bytes(step: Step, resident: Iterable[Tensor], device: torch.device) -> int:
-    """Peak bytes of tensors during one `step`, as `memory_peak` counts them."""
-    with memory_peak(resident, device) as peak:
-        step()
-    return peak[0]
-
-
 @contextmanager
 def memory_peak(resident: Iterable[Tensor], device: torch.device) -> Generator[list[int]]:
     """Peak bytes of tensors inside the block, allocator-exact: the one entry of the list, once it has ended.
@@ -159,8 +153,7 @@ class _Counter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        outputs = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
+        inputs, outputs = tensors_in((args, kwargs)), tensors_in(out)
         if func.is_view or not outputs:
             return out
         self.ops += 1

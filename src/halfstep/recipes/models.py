@@ -70,10 +70,9 @@ class Block(nn.Module):
 class TextGPT(nn.Module):
     """A small GPT on characters: token and position embeddings, blocks, layer norm, linear head."""
 
-    def __init__(
-        self, vocabulary: int, context: int = 128, width: int = 128, layers: int = 4, heads: int = 4
-    ) -> None:
+    def __init__(self, vocabulary: int, context: int) -> None:
         super().__init__()
+        width, layers, heads = 128, 4, 4
         self.tokens = nn.Embedding(vocabulary, width)
         self.positions = nn.Embedding(context, width)
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))

@@ -14,26 +14,32 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.optim.base import AdamW
+from halfstep.recipes.measure import storage_bytes
 from halfstep.tuning.engine import clock_of
 
 CLIP = 1.0
 SCALE = 65536.0
 
 
+def fp32_value(optimizer: Any, p: nn.Parameter) -> Tensor:
+    """A weight as its optimizer knows it: the master where there is one."""
+    return optimizer.master_of(p) if isinstance(optimizer, AdamW) else p.detach()
+
+
 @dataclass(frozen=True)
 class Contestant:
     """One contestant: `make` builds its optimizer on parameters; the dtype is that of weights and gradients.
 
-    `update` and `step` take (optimizer, parameters): the bare update, and the whole step with unscaling,
-    finite check and clipping, from scaled gradients. `value` is a weight as the optimizer knows it.
+    `step` takes (optimizer, parameters): the whole step with unscaling, finite check and clipping, from
+    scaled gradients; the optimizer's own `step` is the bare update. `value` is a weight as the optimizer
+    knows it.
     """
 
     name: str
     dtype: torch.dtype
     make: Callable[[list[nn.Parameter]], Any]
-    update: Callable[[Any, list[nn.Parameter]], None]
     step: Callable[[Any, list[nn.Parameter]], None]
-    value: Callable[[Any, nn.Parameter], Tensor] = lambda optimizer, p: fp32_value(optimizer, p)
+    value: Callable[[Any, nn.Parameter], Tensor] = fp32_value
 
 
 @dataclass(frozen=True)
@@ -49,11 +55,6 @@ class Result:
     step_ms: float
     step_share: float
     bytes_per_param: float
-
-
-def update_only(optimizer: Any, params: list[nn.Parameter]) -> None:
-    """The bare update."""
-    optimizer.step()
 
 
 def _one_pass(optimizer: Any, params: list[nn.Parameter]) -> None:
@@ -77,17 +78,13 @@ def ours(master: str | None = "exact", state_dtype: str = "fp32") -> Contestant:
     def make(params: list[nn.Parameter]) -> AdamW:
         return AdamW(params, master=master, state_dtype=state_dtype)
 
-    return Contestant(
-        f"hs.optim.AdamW {master} / {state_dtype}", torch.bfloat16, make, update_only, _one_pass
-    )
+    return Contestant(f"hs.optim.AdamW {master} / {state_dtype}", torch.bfloat16, make, _one_pass)
 
 
 def torch_adamw(**options: Any) -> Contestant:
     """torch's AdamW on fp32 weights, its whole step through torch's GradScaler and clip_grad_norm_."""
     name = "torch AdamW " + ", ".join(key for key, value in options.items() if value)
-    return Contestant(
-        name, torch.float32, lambda p: torch.optim.AdamW(p, **options), update_only, _scaler_clip_step
-    )
+    return Contestant(name, torch.float32, lambda p: torch.optim.AdamW(p, **options), _scaler_clip_step)
 
 
 def contestants() -> list[Contestant]:
@@ -126,9 +123,11 @@ class TimedContestant:
         """Time one `update` or `step`: processor time where one thread works, else the clock's."""
         self.refill()
         clock = clock_of(self.device)
-        work = self.contestant.update if kind == "update" else self.contestant.step
         start = clock()
-        work(self.optimizer, self.params)
+        if kind == "update":
+            self.optimizer.step()
+        else:
+            self.contestant.step(self.optimizer, self.params)
         return clock() - start
 
     def bytes_per_param(self) -> float:
@@ -136,8 +135,7 @@ class TimedContestant:
         held = [*self.params, *(p.grad for p in self.params if p.grad is not None)]
         for state in self.optimizer.state.values():
             held += [value for value in state.values() if isinstance(value, Tensor)]
-        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}
-        return sum(storages.values()) / sum(p.numel() for p in self.params)
+        return sum(storage_bytes(held).values()) / sum(p.numel() for p in self.params)
 
 
 def race(
@@ -170,21 +168,12 @@ def movement(contestant: Contestant, start: float, lr: float, steps: int, count:
     step gets its gradient anew: some optimizers write into it. Peers may leave tensors below 4,096 elements
     uncompressed.
     """
-    ours = _moved(contestant.make, contestant.dtype, contestant.value, start, lr, steps, count)
-    return ours / _moved(torch.optim.AdamW, torch.float32, fp32_value, start, lr, steps, 16)
+    return _moved(contestant, start, lr, steps, count) / _moved(torch_adamw(), start, lr, steps, 16)
 
 
-def _moved(
-    make: Callable[[list[nn.Parameter]], Any],
-    dtype: torch.dtype,
-    value: Callable[[Any, nn.Parameter], Tensor],
-    start: float,
-    lr: float,
-    steps: int,
-    count: int,
-) -> float:
-    p = nn.Parameter(torch.full((1, count), start, dtype=dtype))
-    optimizer = make([p])
+def _moved(contestant: Contestant, start: float, lr: float, steps: int, count: int) -> float:
+    p = nn.Parameter(torch.full((1, count), start, dtype=contestant.dtype))
+    optimizer = contestant.make([p])
     for group in optimizer.param_groups:
         if isinstance(group["lr"], Tensor):
             group["lr"].fill_(lr)
@@ -192,13 +181,8 @@ def _moved(
             group["lr"] = lr
         group["weight_decay"] = 0.0
     p.grad = torch.empty_like(p)
-    begin = float(value(optimizer, p).double().mean())
+    begin = float(contestant.value(optimizer, p).double().mean())
     for _ in range(steps):
         p.grad.fill_(1.0)
         optimizer.step()
-    return begin - float(value(optimizer, p).double().mean())
-
-
-def fp32_value(optimizer: Any, p: nn.Parameter) -> Tensor:
-    """A weight as its optimizer knows it: the master where there is one."""
-    return optimizer.master_of(p) if isinstance(optimizer, AdamW) else p.detach()
+    return begin - float(contestant.value(optimizer, p).double().mean())

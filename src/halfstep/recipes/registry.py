@@ -69,34 +69,24 @@ class Recipe:
         return self.task().train(seed)
 
 
-def _in_batches(x: Tensor, y: Tensor, size: int) -> tuple[tuple[Tensor, Tensor], ...]:
-    return tuple(zip(x.split(size), y.split(size)))
-
-
-def _images(mean: float, std: float) -> Callable[[int, str | None], Task]:
+def _images(
+    mean: float, std: float, target: Callable[[Tensor, Tensor], Tensor] = lambda images, labels: labels
+) -> Callable[[int, str | None], Task]:
     def build(batch_size: int, folder: str | None) -> Task:
         data = _data.normalise(_data.image_data(folder), mean, std)
+        train_y, test_y = target(data.train_x, data.train_y), target(data.test_x, data.test_y)
         return Task(
             data.name,
-            lambda seed: _data.Batches(data.train_x, data.train_y, batch_size, seed=seed),
-            _in_batches(data.test_x, data.test_y, 250),
+            lambda seed: _data.Batches(data.train_x, train_y, batch_size, seed=seed),
+            tuple(zip(data.test_x.split(250), test_y.split(250))),
         )
 
     return build
 
 
-def _ink(batch_size: int, folder: str | None) -> Task:
-    data = _data.normalise(_data.image_data(folder), 0.0, 1.0)
-
-    def share(x: Tensor) -> Tensor:
-        return x.flatten(1) / x.flatten(1).sum(1, keepdim=True).clamp_min(1e-6)
-
-    train_y, test_y = share(data.train_x), share(data.test_x)
-    return Task(
-        data.name,
-        lambda seed: _data.Batches(data.train_x, train_y, batch_size, seed=seed),
-        _in_batches(data.test_x, test_y, 250),
-    )
+def _ink(images: Tensor, labels: Tensor) -> Tensor:
+    """Where an image has its ink: each pixel's share of it."""
+    return images.flatten(1) / images.flatten(1).sum(1, keepdim=True).clamp_min(1e-6)
 
 
 _CONTEXT = 128
@@ -163,7 +153,7 @@ _ALL = (
         # The loss averages over all 64 x 784 elements: the rate is 784 times what a sum over pixels needs.
         optimizer=lambda parameters, master: SGD(parameters, lr=784 * 0.4, momentum=0.9, master=master),
         loss=lambda predicted, target: F.kl_div(predicted, target, reduction="none").mean(),
-        data=_ink,
+        data=_images(0.0, 1.0, target=_ink),
         scales=("dynamic", "none"),
     ),
 )

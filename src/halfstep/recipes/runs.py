@@ -185,12 +185,10 @@ class _Tell(Callback):
 
     def __init__(self, on_step: OnStep, name: str, budget: TimeBudget, steps: int) -> None:
         self.on_step, self.name, self.budget, self.steps = on_step, name, budget, steps
-        self.done = 0
 
     def on_step_end(self, trainer: Trainer) -> None:
-        self.done += 1
         self.on_step(self.name)
-        self.budget.check(self.done, self.steps)
+        self.budget.check(trainer.step, self.steps)
 
 
 @contextmanager
@@ -285,12 +283,14 @@ def measured(
         full = next((t for setting, t in zip(settings, times) if setting.dtype is None), None)
         for setting, bench, taken, ops in zip(settings, benches, seconds, times):
             median = statistics.median(taken)
+            with measure.memory_peak(bench.resident(), device) as peak:
+                bench.step()
             found[setting] = {
                 "seconds": median,
                 "noise": measure.noise(taken),
                 "samples_per_second": recipe.batch_size / median,
                 "saved_bytes": measure.saved_bytes(bench.forward, bench.model.parameters()),
-                "peak_bytes": measure.peak_bytes(bench.step, bench.resident(), device),
+                "peak_bytes": peak[0],
                 "bound": measure.bound_of(measure.work_of(bench.step), device),
                 "ops": measure.costliest(ops, full),
                 "profiled": ops.seconds,

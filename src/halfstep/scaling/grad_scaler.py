@@ -35,7 +35,7 @@ from halfstep.errors import (
 )
 from halfstep.gradients.outcome import Outcome, OutcomeQueue, StepRecord
 from halfstep.gradients.stats import GradStats, measure_whole
-from halfstep.gradients.unscale import any_of, kernels_of, unscale_
+from halfstep.gradients.unscale import any_of, unscale_
 from halfstep.scaling.headroom import HeadroomLossScale
 from halfstep.scaling.loss_scale import (
     LARGEST_SCALE,
@@ -463,7 +463,7 @@ def _edited(rule: LossScale, **numbers: Any) -> LossScale:
 def _next(rule: LossScale, found: Tensor, amax: Tensor | None) -> LossScale:
     if found.is_cpu:
         return rule.adjust(not found, None if amax is None else float(amax))
-    update = kernels_of(found.device.type).update_scale
+    update = devices.declared(found.device.type).update_scale
     if update is not None and type(rule) is DynamicLossScale:
         return rule.adjust_by_kernel(update, found)
     return rule.adjust(~found, amax)

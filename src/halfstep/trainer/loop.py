@@ -27,8 +27,8 @@ from torch.optim import Optimizer
 from halfstep import checkpoint, rng
 from halfstep.devices import resolve
 from halfstep.distributed import (
+    all_ranks,
     gather,
-    global_max,
     is_sharded,
     rank,
     started_by_torchrun,
@@ -429,14 +429,14 @@ class Trainer:
         """Whether some rank was asked to stop; saves first where SIGTERM asked it."""
         if self.device.type != "cpu" and self.step % self.read_every and world_size() > 1:
             return False  # asking makes an accelerator wait
-        asked = int(global_max(torch.tensor(2.0 if self._sigterm else 1.0 if self._stop else 0.0)))
-        if asked == 2 and self.folder is not None:
+        killed, stopped = all_ranks(torch.tensor([bool(self._sigterm), bool(self._stop)])).tolist()
+        if killed and self.folder is not None:
             self.amp.wait_until_saved()
             if not self.folder.has(self.step):
                 self.save()
-        if asked:
-            self.history.stopped = "SIGTERM" if asked == 2 else self._stop or "another rank stopped"
-        return bool(asked)
+        if killed or stopped:
+            self.history.stopped = "SIGTERM" if killed else self._stop or "another rank stopped"
+        return killed or stopped
 
     def evaluate(self, loader: Iterable[Any]) -> dict[str, float]:
         """Mean loss and metrics over `loader`, weighted by batch size; summed on the device, read once.
@@ -482,12 +482,11 @@ class Trainer:
         """Write a checkpoint of this moment into the folder, as `Session.save` does; returns its path."""
         if self.folder is None:
             raise ConfigError("this Trainer has no checkpoint folder; pass checkpoints='runs/mine'")
-        self.folder.claim()
-        path = self.folder.path_of(self.step)
+        path = self.folder.path_for(self.step)
         place = None if self._position is None else self._position.state_dict()
         counts = {"step": self.step, "epoch": self.epoch}
         options: Any = {"extra": counts, "keep_last": self.folder.keep, "background": self.background_saves}
-        return self.folder.wrote(self.amp.save(path, schedulers=self.schedulers, position=place, **options))
+        return self.amp.save(path, schedulers=self.schedulers, position=place, **options)
 
     def go_on(self, counts: Mapping[str, Any], position: Mapping[str, Any] | None) -> None:
         """Count from there, and take the next batch from that position, where it is known."""

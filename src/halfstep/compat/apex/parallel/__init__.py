@@ -12,7 +12,7 @@ from torch.distributed import ReduceOp
 
 from halfstep.compat.apex.parallel.LARC import LARC
 from halfstep.errors import UnsupportedError
-from halfstep.torch_private import tree_leaves
+from halfstep.torch_private import pytree
 
 __all__ = [
     "LARC",
@@ -151,7 +151,7 @@ class Reducer:
 
     def __init__(self, module_or_grads_list: Any) -> None:
         self.module = module_or_grads_list if isinstance(module_or_grads_list, nn.Module) else None
-        self.grads = [] if self.module is not None else tree_leaves(module_or_grads_list)
+        self.grads = [] if self.module is not None else pytree.tree_leaves(module_or_grads_list)
         if self.module is not None:
             for parameter in self.module.parameters():
                 dist.broadcast(parameter.data, 0)
