@@ -3,6 +3,7 @@
 State is keyed by these names (law 11, ARCHITECTURE.md). Nothing here knows about precision.
 """
 
+from collections import Counter
 from collections.abc import Iterable
 
 from torch import nn
@@ -19,7 +20,8 @@ def fqns(names: Iterable[str]) -> dict[str, str]:
     """Each name with its fully qualified form, or unchanged where two names would become one."""
     given = list(names)
     short = [fqn(name) for name in given]
-    return {name: (c if c and short.count(c) == 1 else name) for name, c in zip(given, short)}
+    times = Counter(short)
+    return {name: (c if c and times[c] == 1 else name) for name, c in zip(given, short)}
 
 
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
