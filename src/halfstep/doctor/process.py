@@ -280,14 +280,12 @@ def run_in_process(
     run: Callable[[], Any],
     environment: Mapping[str, str],
     forked: bool = False,
-    wait: Callable[[subprocess.Popen[bytes]], object] = subprocess.Popen.wait,
     patient: bool = False,
 ) -> tuple[Any, str]:
     """What `run` gives in a process of its own (None: it gave nothing), and what it said on standard error.
 
-    `run` is pickled, and so is what it gives. `wait`: after it the process, unless it is `forked`, is ended.
-    It has a session of its own, so that Ctrl-C reaches this one alone, and ends when this one does; but not
-    on Windows, where Ctrl-C reaches both.
+    `run` is pickled, and so is what it gives. The process has a session of its own, so that Ctrl-C reaches
+    this one alone, and ends when this one does; but not on Windows, where Ctrl-C reaches both.
 
     Raises:
         KeyboardInterrupt: Ctrl-C, or a second one where the run is `patient`, which the first one ends as it
@@ -313,7 +311,7 @@ def run_in_process(
                 )  # fmt: skip
                 join = child.wait
             try:
-                join() if forked else wait(child)
+                join()
             except KeyboardInterrupt:
                 if not patient:
                     raise

@@ -14,7 +14,6 @@ import dataclasses
 import os
 import re
 import socket
-import subprocess
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -281,7 +280,7 @@ def _say_outlier(fault: Fault, ledger: Ledger) -> None:
 
 def _in_process(order: Order) -> tuple[Any, str]:
     run = partial(run_order, order)
-    return run_in_process(run, meeting_place(), order.forked, subprocess.Popen.wait, order.again is None)
+    return run_in_process(run, meeting_place(), order.forked, order.again is None)
 
 
 def _first_run(order: Order, label: str) -> Found | str:
