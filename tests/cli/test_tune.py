@@ -9,7 +9,8 @@ import torch
 
 import halfstep as hs
 from halfstep.cli import _tune_script, main
-from halfstep.tuning.choices import LevelChoice, distance
+from halfstep.tuning.choices import LevelChoice
+from halfstep.tuning.engine import FirstStep
 
 SCRIPT = """
 import sys
@@ -49,8 +50,8 @@ def test_a_script_runs_under_the_choice_and_is_timed(tmp_path: Path) -> None:
     assert base["failed"] is None
     assert base["seconds"][0] > 0
     assert base["convolutions"]
-    again = _tune_script.run_script(script, (), LevelChoice("O1", "bf16", "channels_last"), 60.0, False)
-    error = distance(again["loss"], again["gradients"], base["loss"], base["gradients"])[1]
+    again = _tune_script.run_script(script, (), LevelChoice("O1", "bf16", "channels_last"), 60.0)
+    error = again["first"].distance(base["first"])[1]
     assert error is not None
     assert 0 < error < 0.05
 
@@ -89,7 +90,7 @@ def test_the_fastest_of_a_script_is_chosen(tmp_path: Path, monkeypatch: pytest.M
     times = {"O0": 0.1, "O1 bf16": 0.09, "O2 bf16": 0.06, "O2 bf16 channels_last": 0.04}
 
     def child(path: Any, args: Any, choice: LevelChoice, *more: Any) -> dict[str, Any]:
-        found = {"loss": 1.0, "gradients": [torch.ones(2)], "dtype": "bf16", "convolutions": True}
+        found = {"first": FirstStep(1.0, {(0, 0): torch.ones(2)}), "dtype": "bf16", "convolutions": True}
         return {"failed": None, "seconds": (times.get(choice.label, 0.2),), **found}
 
     monkeypatch.setattr(_tune_script, "run_script", child)

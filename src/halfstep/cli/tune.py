@@ -140,7 +140,7 @@ def _print(target: str, found: Tuning, out: Path | None) -> None:
 
 def _lines(found: Tuning) -> str:
     """What to write into the script for the fastest 16-bit setting."""
-    usable = [t for t in found.trials[1:] if t.failed is None and t.too_far is None]
+    usable = [t for t in found.trials[1:] if t.usable]
     if not usable:
         return "loss: the mean of the last quarter of all losses"
     dtype, base = min(usable, key=lambda trial: trial.time).choice.dtype, found.trials[0]

@@ -23,9 +23,11 @@ from halfstep.distributed import gather
 from halfstep.distributed.reduce import Group
 from halfstep.errors import ConfigError, HalfstepError, HalfstepWarning
 from halfstep.numerics.snapshot import Snapshot, StepParticipants
+from halfstep.optim.master_link import weight_of
 from halfstep.torch_private import pytree
+from halfstep.trees import parameters_of
 from halfstep.tuning.budget import Budget
-from halfstep.tuning.choices import NO_TIME, LevelChoice, Trial, distance
+from halfstep.tuning.choices import NO_TIME, LevelChoice, Trial
 from halfstep.tuning.op_times import StepTimes, step_times
 
 Step = Callable[..., Any]
@@ -37,14 +39,37 @@ SKIPS = 24
 
 @dataclass
 class FirstStep:
-    """What the first taken step of a choice showed: loss, and the gradients by parameter, unscaled."""
+    """What the first taken step of a choice showed: loss, and gradients by optimizer and place, unscaled."""
 
     loss: float | None = None
-    gradients: dict[Tensor, Tensor] = field(default_factory=dict[Tensor, Tensor])
+    gradients: dict[tuple[int, int], Tensor] = field(default_factory=dict[tuple[int, int], Tensor])
+
+    def listen(self, session: Any, optimizer: torch.optim.Optimizer) -> None:
+        """Keep the gradients of a step that begins; an early listener of a session."""
+        number = next(i for i, known in enumerate(session.optimizers) if known is optimizer)
+        self.keep(optimizer, session.loss_scale.read(), number)
+
+    def keep(self, optimizer: torch.optim.Optimizer, scale: float = 1.0, number: int = 0) -> None:
+        """Keep the gradients that an optimizer's parameters have."""
+        for place, p in enumerate(parameters_of(optimizer)):
+            gradient = weight_of(p).grad
+            if gradient is not None:
+                self.gradients[number, place] = gradient.detach().float() / scale
+
+    def distance(self, base: FirstStep) -> tuple[float | None, float | None]:
+        """How far loss and gradients are from the base's, relative to these; None where there are none."""
+        apart = None
+        if self.loss is not None and base.loss is not None:
+            apart = abs(self.loss - base.loss) / max(abs(base.loss), 1e-12)
+        pairs = [(self.gradients[key], b) for key, b in base.gradients.items() if key in self.gradients]
+        whole = sum(float(b.double().square().sum()) for _, b in pairs)
+        if not whole:
+            return apart, None
+        return apart, (sum(float((a - b).double().square().sum()) for a, b in pairs) / whole) ** 0.5
 
 
 class Bench:
-    """The models, optimizers and step that choices are tried on; `close()` puts everything back."""
+    """The models, optimizers and step that choices are tried on; each leaves everything as it was."""
 
     def __init__(
         self,
@@ -56,10 +81,9 @@ class Bench:
         seconds: float,
         group: Group | None = None,
     ) -> None:
-        self.models, self.optimizers = list(models), list(optimizers)
+        self.models = list(models)
         self._step, self._batch, self._make = step, tuple(batch), make
         self._start = Snapshot(StepParticipants(step, [*models, *optimizers]))
-        self._owned = [[p for g in o.param_groups for p in g["params"]] for o in optimizers]
         self._device = next((p.device for m in models for p in m.parameters()), torch.device("cpu"))
         self.budget = Budget(seconds, group)
         self._clock = clock_of(self._device)
@@ -84,7 +108,12 @@ class Bench:
         return self._step(session, *self._batch)
 
     def first(self, choice: LevelChoice) -> Trial:
-        """Take a few steps of a choice: is it possible, near fp32's numbers, and not hopelessly slow?"""
+        """Take a few steps of a choice: is it possible, near fp32's numbers, and not hopelessly slow?
+
+        Three steps like those seen before must fit into what is left.
+        """
+        if self._bases and not self.budget.affords(choice.label, 3):
+            return Trial(choice, failed=NO_TIME)
         return together(gather(self._first(choice), self.budget.group))
 
     def _first(self, choice: LevelChoice) -> Trial:
@@ -114,33 +143,24 @@ class Bench:
         plain = replace(self._plain, layout=choice.layout)
         if choice == plain and choice.layout not in self._bases:
             self._bases[choice.layout] = seen
-            far = _apart(seen, self._bases[self._plain.layout])
+            far = seen.distance(self._bases[self._plain.layout])
             return (None, None) if all(e is None or math.isfinite(e) for e in far) else far
         if choice.layout not in self._bases:
             with self.entered(plain) as session:
                 self._bases[choice.layout] = self._look(session)
-        return _apart(seen, self._bases[choice.layout])
+        return seen.distance(self._bases[choice.layout])
 
     def _look(self, session: Any) -> FirstStep:
         """Step until one is taken, and note what it computed."""
-        seen = FirstStep()
-
-        def listen(session: Any, optimizer: torch.optim.Optimizer) -> None:
-            index = next(i for i, o in enumerate(self.optimizers) if o is optimizer)
-            scale = session.loss_scale.read()
-            for p in self._owned[index]:
-                if p.grad is not None:
-                    seen.gradients[p] = p.grad.detach().float() / scale
-
-        result: Any = None
-        session.early_listeners.append(listen)
+        seen, result = FirstStep(), None
+        session.early_listeners.append(seen.listen)
         try:
             for _ in range(SKIPS):
                 result = self.run(session)
                 if session.history and bool(session.history[-1].taken):
                     break
         finally:
-            session.early_listeners.remove(listen)
+            session.early_listeners.remove(seen.listen)
         if not session.history:
             raise ConfigError("it ends without amp.step(); a step is forward, amp.backward(loss), amp.step()")
         scalars = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor) and t.numel() == 1]
@@ -174,10 +194,6 @@ class Bench:
         self.budget.saw(choice.label, time.perf_counter() - began)
         return taken
 
-    def close(self) -> None:
-        """Put everything back as it was when the bench was made."""
-        self._start.restore()
-
 
 def together(trials: Sequence[Trial]) -> Trial:
     """One trial for all ranks: rank 0's times, the largest distances, and failed where any rank failed."""
@@ -190,12 +206,6 @@ def _worst(errors: Sequence[float | None]) -> float | None:
     """The largest, with NaN above all."""
     known = [e for e in errors if e is not None]
     return max(known, key=lambda e: float("inf") if e != e else e, default=None)
-
-
-def _apart(seen: FirstStep, base: FirstStep) -> tuple[float | None, float | None]:
-    """The distance of loss and gradients from the base's."""
-    mine, theirs = ([s.gradients.get(p) for p in base.gradients] for s in (seen, base))
-    return distance(seen.loss, mine, base.loss, theirs)
 
 
 def clock_of(device: torch.device) -> Callable[[], float]:
