@@ -83,7 +83,5 @@ def test_fp32_in_another_layout_counts_as_a_gain() -> None:
 
 
 def test_labels_name_what_is_not_plain() -> None:
-    assert (
-        LevelChoice("O2", "fp16", "channels_last", "native").label == "O2 fp16 channels_last native kernels"
-    )
+    assert LevelChoice("O2", "fp16", "channels_last").label == "O2 fp16 channels_last"
     assert FP32.label == "O0"

@@ -39,15 +39,13 @@ class LevelChoice:
     level: str
     dtype: str | None = None
     layout: str = "keep"
-    kernels: str | None = None
     rules: Plan = field(default_factory=Plan.empty)
 
     @property
     def label(self) -> str:
-        """`O2 bf16`, with layout, kernels and plan where they are not the plain ones."""
+        """`O2 bf16`, with layout and plan where they are not the plain ones."""
         words = [self.level, self.dtype or ""]
         words += [self.layout if self.layout != "keep" else ""]
-        words += [f"{self.kernels} kernels" if self.kernels else ""]
         words += [f"plan of {len(self.rules)}" if self.rules.rules else ""]
         return " ".join(word for word in words if word)
 

@@ -63,7 +63,6 @@ class Tuning:
             level=choice.level,
             dtype=None if choice.dtype is None else parse_dtype(choice.dtype),
             layout=choice.layout,
-            kernels=choice.kernels,
             reason=self.reason,
             measured=tuple(map(_measured, self.trials)),
         )
@@ -118,16 +117,6 @@ def search(
         raise ConfigError(f"no step can be taken at {trials[0].choice.label}: {trials[0].failed}")
     trials = bench.budget.of_first_rank(trials)
     return Tuning(tuple(trials), *decide(trials), time.perf_counter() - began)
-
-
-def options_of(choice: LevelChoice) -> dict[str, Any]:
-    """The arguments of `prepare` that a choice stands for."""
-    found: dict[str, Any] = {"level": choice.level, "dtype": choice.dtype, "layout": choice.layout}
-    if choice.rules.rules:
-        found["plan"] = choice.rules
-    if choice.kernels is not None:
-        found["kernels"] = choice.kernels
-    return found
 
 
 def _search(
