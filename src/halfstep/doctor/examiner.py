@@ -32,7 +32,7 @@ from halfstep.doctor.ledger import (
     length,
     read_amaxes,
 )
-from halfstep.doctor.process import SECONDS, Copies, Enough, Order, answer
+from halfstep.doctor.process import SECONDS, Copies, Enough, Order
 from halfstep.names import fqn
 from halfstep.numerics.cures import (
     FP16,
@@ -442,11 +442,7 @@ class Examiner:
         showed.steps = min(ill, default=len(self.ledger.notes)) - (0 if again.from_start else again.at)
         if again.from_start:
             showed.faults = all_faults(self.noted(), showed.faults)
-        self._answer()
-
-    def _answer(self) -> None:
-        if self._copied:
-            answer(self.showed)
+        self._copies.answer(self.showed)
 
     def noted(self) -> Ledger:
         """The notes, with all that belongs to them."""
@@ -492,7 +488,7 @@ class Examiner:
             self._took_effect = put_in_place(again.cure, parts, self.around)
         if self._took_effect is None:
             self.showed.applied = False
-            self._answer()
+            self._copies.answer(self.showed)
             raise Enough
         if again.cure[0] == "bf16":
             ask_for_bf16(self.around)
@@ -526,9 +522,9 @@ class Examiner:
             self._end_tape()
         if self.again is not None:
             self.reply()
-        elif self._copied:
+        else:  # a copy that did not come so far
             self.showed.applied = False
-            self._answer()
+            self._copies.answer(self.showed)
         self._copies.close()
         if self.seen is not None:
             self.seen.close()

@@ -25,10 +25,10 @@ from halfstep.distributed import gather, rank, world_size
 from halfstep.doctor.document import INTERRUPT, Document, keep_latest
 from halfstep.doctor.edit import as_diff, mended, planned
 from halfstep.doctor.in_script import run_order
-from halfstep.doctor.ledger import Ledger, all_faults, beside
+from halfstep.doctor.ledger import Ledger, all_faults, beside, smaller_data
 from halfstep.doctor.process import Found, Interrupted, Order, run_in_process
 from halfstep.errors import ConfigError
-from halfstep.numerics.fault import Again, Cure, Fault, Inquiry, Seen, Suspect
+from halfstep.numerics.fault import Again, Fault, Inquiry, Seen, Suspect
 
 _PHASES = ("prepare", "forward", "backward", "optimizer")
 #: What a rank says whose partner is gone: it is not where things went wrong.
@@ -241,7 +241,7 @@ class Anew:
     """Runs the script again from its start, on every rank in a process of its own."""
 
     def __init__(self, order: Order) -> None:
-        self._order = dataclasses.replace(order, copies=False)
+        self._order = order
         self.interrupted = False
 
     def run(self, again: Again) -> Seen | None:
@@ -274,8 +274,7 @@ def _say_outlier(fault: Fault, ledger: Ledger) -> None:
     if not told or fault.phase not in ("forward", "backward") or fault.cause.kind == "data" or fault.harmless:
         return
     fault.cause = fault.cause.and_also(told)
-    words = "drop or clamp such batches where they are loaded"
-    fault.cures.append(Cure("data", words, f"{name}.clamp(-k, k)"))
+    fault.cures.append(smaller_data(name))
 
 
 def _in_process(order: Order) -> tuple[Any, str]:
