@@ -156,16 +156,12 @@ def test_only_16_bit_dtypes_are_tried(
 def test_the_command_prints_loss_time_and_memory_and_what_to_write(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def child(path: Any, args: Any, choice: LevelChoice, *more: Any) -> dict[str, Any]:
+    def child(path: Any, args: Any, choice: LevelChoice, *more: Any) -> _tune_script.Run:
         numbers = {"O0": (0.1, 3.0, 8_000_000), "O1 bf16": (0.06, 3.25, 5_000_000)}
         seconds, loss, peak = numbers.get(choice.label, (0.2, 3.5, 6_000_000))
-        first = FirstStep(loss, {(0, 0): torch.ones(2)})
-        found = {"failed": None, "seconds": (seconds,), "first": first}
-        return found | {
-            "losses": [9.0] * 30 + [loss] * 10,
-            "peak_bytes": peak,
-            "skipped": int(seconds == 0.2),
-        }
+        losses, skipped = (9.0,) * 30 + (loss,) * 10, int(seconds == 0.2)
+        trial = Trial(choice, (seconds,), losses=losses, peak_bytes=peak, skipped=skipped)
+        return _tune_script.Run(trial, FirstStep(loss, {(0, 0): torch.ones(2)}))
 
     monkeypatch.setattr(_tune_script, "run_script", child)
     monkeypatch.setattr(choices, "LOSS_ULPS", 1000)

@@ -13,7 +13,7 @@ import os
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -61,49 +61,58 @@ def tune_script(
         raise ConfigError(f"no script {path}; expected a recipe or the path of a .py file")
     began = time.perf_counter()
 
-    def run(choice: LevelChoice, turn: int = 1) -> dict[str, Any]:
+    def run(choice: LevelChoice, turn: int = 1) -> Run:
         tell(f"under {choice.label}, turn {turn} of at most {TURNS}")
         return run_script(path, args, choice, seconds)
 
     base = run(LevelChoice("O0"))
-    if base["failed"] is not None:
-        raise ConfigError(f"{path} cannot be tuned: {base['failed']}")
-    if "losses" in base:
-        choices = [LevelChoice("O1", name) for name in (("bf16", "fp16") if dtype is None else (dtype,))]
+    if base.trial.failed is not None:
+        raise ConfigError(f"{path} cannot be tuned: {base.trial.failed}")
+    if base.dtype:
+        choices = [LevelChoice(level, dtype or base.dtype) for level in ("O1", "O2")]
     else:
-        choices = [LevelChoice(level, dtype or base["dtype"]) for level in ("O1", "O2")]
-    trials = [_trial(LevelChoice("O0"), base, base)]
-    trials += [_trial(choice, run(choice), base) for choice in choices]
-    if base.get("convolutions"):
+        choices = [LevelChoice("O1", name) for name in (("bf16", "fp16") if dtype is None else (dtype,))]
+    trials = [one.beside(base) for one in (base, *map(run, choices))]
+    if base.convolutions:
         for one in sorted((t for t in trials if t.seconds), key=lambda t: t.time)[:2]:
-            choice = replace(one.choice, layout="channels_last")
-            trials.append(_trial(choice, run(choice), base))
+            trials.append(run(replace(one.choice, layout="channels_last")).beside(base))
     best = min(t.time for t in trials)
     for turn in range(2, TURNS + 1):
         for index, trial in enumerate(trials):
             if index == 0 or trial.time <= NEAR * best:
-                again = run(trial.choice, turn).get("seconds", ())
+                again = run(trial.choice, turn).trial.seconds
                 trials[index] = replace(trial, seconds=(*trial.seconds, *again))
     return Tuning(tuple(trials), *decide(trials), time.perf_counter() - began)
 
 
-def _trial(choice: LevelChoice, found: dict[str, Any], base: dict[str, Any]) -> Trial:
-    """What a run found, beside the first one's, which was in fp32."""
-    if found["failed"] is not None:
-        return Trial(choice, failed=found["failed"])
-    errors = found["first"].distance(base["first"])
-    more = {key: found[key] for key in ("losses", "peak_bytes", "skipped", "uses") if key in found}
-    return Trial(choice, found["seconds"], *errors, **more)
+@dataclass
+class Run:
+    """What a run of a script showed: its trial, yet without distances, and its first step.
+
+    Of a script with a session also the dtype that its device prefers, and whether it has convolutions.
+    """
+
+    trial: Trial
+    first: FirstStep = field(default_factory=FirstStep)
+    dtype: str = ""
+    convolutions: bool = False
+
+    def beside(self, base: Run) -> Trial:
+        """The trial, with how far its first step is from that of the run in fp32."""
+        loss, gradient = self.first.distance(base.first)
+        return replace(self.trial, loss_error=loss, gradient_error=gradient)
 
 
-def run_script(path: Path, args: Sequence[str], choice: LevelChoice, seconds: float) -> dict[str, Any]:
+def run_script(path: Path, args: Sequence[str], choice: LevelChoice, seconds: float) -> Run:
     """What `timed` finds in a process of its own; it ends after `seconds` from its first step's end."""
     found, said = run_in_process(partial(timed, str(path), args, choice, seconds), os.environ)
     last = (said.strip().splitlines() or ["no message"])[-1]
     if found is None:
-        return {"failed": last}
-    if said.strip() and str(found["failed"]).startswith("SystemExit"):
-        found["failed"] += f"; the last line of its standard error: {last}"
+        return Run(Trial(choice, failed=last))
+    failed = found.trial.failed or ""
+    if said.strip() and failed.startswith("SystemExit"):
+        failed = f"{failed}; the last line of its standard error: {last}"
+        found.trial = replace(found.trial, failed=failed)
     return found
 
 
@@ -190,29 +199,22 @@ class _Timer:
         taken = "1 step" if len(self.ends) == 1 else f"{len(self.ends)} steps"
         return f"it took {taken}, and {WARM + 1} are needed"
 
-    def seen(self) -> dict[str, Any]:
+    def seen(self) -> Run:
         """What goes back to the command."""
         steps = [b - a for a, b in zip(self.ends, self.ends[1:])][WARM - 1 :]
-        found: dict[str, Any] = {"failed": None, "seconds": (median(steps),)}
+        trial = Trial(self.choice, (median(steps),))
         if self.foreign is not None:
-            losses = [float(loss) for loss in self.foreign.losses]
+            losses = tuple(float(loss) for loss in self.foreign.losses)
             self.foreign.first.loss = next(iter(losses), None)
-            return found | {
-                "first": self.foreign.first,
-                "losses": losses,
-                "peak_bytes": self.peak[0],
-                "skipped": self.foreign.skipped,
-                "uses": frozenset(self.foreign.uses),
-            }
+            uses, skipped = frozenset(self.foreign.uses), self.foreign.skipped
+            trial = replace(trial, losses=losses, peak_bytes=self.peak[0], skipped=skipped, uses=uses)
+            return Run(trial, self.foreign.first)
         assert self.session is not None
-        return found | {
-            "first": self.first,
-            "dtype": dtype_name(halfstep.devices.default_dtype(self.session.device)),
-            "convolutions": bool(convolution_weights(self.session.models)),
-        }
+        prefers = dtype_name(halfstep.devices.default_dtype(self.session.device))
+        return Run(trial, self.first, prefers, bool(convolution_weights(self.session.models)))
 
 
-def timed(script: str, args: Sequence[str], choice: LevelChoice, seconds: float) -> dict[str, Any]:
+def timed(script: str, args: Sequence[str], choice: LevelChoice, seconds: float) -> Run:
     """Runs a script in this process under a choice; what it raises is part of what was found."""
     timer = _Timer(choice, seconds)
     timer.install()
@@ -221,4 +223,4 @@ def timed(script: str, args: Sequence[str], choice: LevelChoice, seconds: float)
     timer.memory.close()
     refused = None if timer.foreign is None else timer.foreign.refused
     failed = refused or (error and in_words(error, len(timer.ends))) or timer.failure()
-    return timer.seen() if failed is None else {"failed": failed}
+    return timer.seen() if failed is None else Run(Trial(choice, failed=failed))
