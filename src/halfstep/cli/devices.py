@@ -27,6 +27,7 @@ from halfstep.errors import ConfigError
 from halfstep.formats import dtype_name, parse_dtype
 from halfstep.policy.ops import TABLES, Rule
 from halfstep.policy.policy import Policy
+from halfstep.report.words import number
 from halfstep.tuning.op_times import without_remarks
 
 _DTYPES = ("fp64", "fp32", "fp16", "bf16", "e4m3fn", "e5m2")
@@ -172,7 +173,7 @@ def _print_device(device: torch.device, facts: dict[str, Any]) -> None:
         (
             name,
             Text(known["status"], _STYLES[known["status"]]),
-            "" if known["time_over_fp32"] is None else f"{known['time_over_fp32']:.2f}",
+            number(known["time_over_fp32"], "{:.2f}"),
             known["why"],
         )
         for name, known in facts["dtypes"].items()

@@ -20,6 +20,7 @@ from halfstep.errors import ConfigError
 from halfstep.formats import parse_dtype
 from halfstep.policy.plan import Plan
 from halfstep.policy.settings import Measured, Settings
+from halfstep.report.words import number
 from halfstep.tuning.choices import LevelChoice, Trial, decide
 from halfstep.tuning.engine import Bench, Step
 from halfstep.tuning.flow import flow_of
@@ -73,7 +74,10 @@ class Tuning:
         return self.plan.to_toml()
 
     def __str__(self) -> str:
-        lines = [f"{row.setting:32} {_time(row):>9}  {row.note}" for row in map(_measured, self.trials)]
+        lines = [
+            f"{row.setting:32} {number(row.milliseconds, '{:,.4g} ms'):>9}  {row.note}"
+            for row in map(_measured, self.trials)
+        ]
         return "\n".join([*lines, self.reason])
 
 
@@ -81,10 +85,6 @@ def _measured(trial: Trial) -> Measured:
     note = trial.failed or trial.too_far or ""
     seen = trial.time * 1e3 if trial.seconds else None
     return Measured(trial.choice.label, seen, trial.loss_error, trial.gradient_error, note)
-
-
-def _time(row: Measured) -> str:
-    return "" if row.milliseconds is None else f"{row.milliseconds:,.4g} ms"
 
 
 def search(
