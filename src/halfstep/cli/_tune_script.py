@@ -164,10 +164,11 @@ class _Timer:
             place.prepare = prepare  # pyright: ignore[reportAttributeAccessIssue]
 
     def _ended(self, session: Session, outcome: Any) -> None:
-        whole = len(session.history) % len(session.optimizers) == 0
-        if whole and self.first.listen in session.early_listeners and bool(outcome.taken):
+        if len(session.history) % len(session.optimizers):
+            return  # another optimizer's turn is still to come in this step
+        if self.first.listen in session.early_listeners and bool(outcome.taken):
             session.early_listeners.remove(self.first.listen)
-        self._end(session.device, STEPS + 1, whole)
+        self._end(session.device, STEPS + 1)
 
     def _stepped(self) -> None:
         """A script without a session has stepped; memory is counted in the last step that is not timed."""
@@ -178,11 +179,10 @@ class _Timer:
         if len(self.ends) == WARM - 1:
             self.peak = self.memory.enter_context(memory_peak(resident, resident[0].device))
 
-    def _end(self, device: torch.device, last: int, whole: bool = True) -> None:
-        """An optimizer has stepped; `whole`: the last one of a step."""
-        if whole:
-            self.ends.append(clock_of(device)())
-        if self.ends and self.until == float("inf"):
+    def _end(self, device: torch.device, last: int) -> None:
+        """A step is over."""
+        self.ends.append(clock_of(device)())
+        if len(self.ends) == 1:
             self.until = time.perf_counter() + self.seconds
         if len(self.ends) >= last or time.perf_counter() > self.until:
             raise Enough

@@ -51,6 +51,7 @@ from halfstep.numerics.trace import Taping
 from halfstep.numerics.watch import Watch, watch
 from halfstep.policy import levels
 from halfstep.torch_private import disable_current_modes
+from halfstep.trees import parameters_of
 
 
 class ApexScale:
@@ -325,7 +326,7 @@ class Examiner:
         schedules = (s for s in self.roster.things if isinstance(s, LRScheduler) and s.optimizer is optimizer)
         now.schedule = ", ".join(dict.fromkeys(type(s).__name__ for s in schedules))
         now.knobs = knobs_of(optimizer)
-        updated = [p for g in optimizer.param_groups for p in g["params"]]
+        updated = parameters_of(optimizer)
         stale = (p for p in updated if p in self._stale and p.grad is self._used[p][0])
         now.stale = now.stale or next((self.roster.name_of(p) for p in stale), "")
         self.on_gradients(updated)
@@ -333,7 +334,7 @@ class Examiner:
 
     def on_stepping(self, optimizer: torch.optim.Optimizer) -> None:
         """A step that may be skipped begins."""
-        learning = [p for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
+        learning = [p for p in parameters_of(optimizer) if p.grad is not None]
         found = zip(learning, read_amaxes([p.grad for p in learning if p.grad is not None]))
         self.ledger.now.ill |= {self.roster.name_of(p) for p, amax in found if not math.isfinite(amax)}
 
@@ -360,7 +361,7 @@ class Examiner:
         """An optimizer has updated."""
         now = self.ledger.now
         now.taken = True
-        after = [p for g in optimizer.param_groups for p in g["params"]]
+        after = parameters_of(optimizer)
         self._stale -= {*after}
         self._used |= {p: (p.grad, p.grad._version) for p in after if p.grad is not None}
         now.flushed = now.flushed or self._flushed(optimizer, after)
@@ -371,8 +372,7 @@ class Examiner:
 
     def on_cleared(self, owner: Any) -> None:
         """`zero_grad` of an optimizer or a module."""
-        groups = getattr(owner, "param_groups", None)
-        self._stale -= {*(owner.parameters() if groups is None else (p for g in groups for p in g["params"]))}
+        self._stale -= {*(owner.parameters() if isinstance(owner, nn.Module) else parameters_of(owner))}
 
     def _flushed(self, optimizer: torch.optim.Optimizer, updated: list[Tensor]) -> str:
         """Second moments that are zero in fp16 where most gradients are not, in words."""

@@ -26,7 +26,6 @@ from halfstep.numerics.snapshot import Snapshot, StepParticipants
 from halfstep.optim.master_link import weight_of
 from halfstep.torch_private import pytree
 from halfstep.trees import parameters_of
-from halfstep.tuning.budget import Budget
 from halfstep.tuning.choices import NO_TIME, LevelChoice, Trial
 from halfstep.tuning.op_times import StepTimes, step_times
 
@@ -66,6 +65,40 @@ class FirstStep:
         if not whole:
             return apart, None
         return apart, (sum(float((a - b).double().square().sum()) for a, b in pairs) / whole) ** 0.5
+
+
+class Budget:
+    """What is left of the `seconds` that measuring may take, and what a step of each choice was last seen to
+    take of them, by the wall clock.
+
+    Every rank of `group` asks in the same order and hears the first one's answer.
+    """
+
+    def __init__(self, seconds: float, group: Group | None = None) -> None:
+        self._seconds, self.group = seconds, group
+        self._steps: dict[str, float] = {}
+        self.begin()
+
+    def begin(self) -> None:
+        """Count from now."""
+        self._until = time.perf_counter() + self._seconds
+
+    def left(self) -> float:
+        """Seconds that are left; below 0 where too many were spent."""
+        return float(self.of_first_rank(self._until - time.perf_counter()))
+
+    def saw(self, label: str, seconds: float) -> None:
+        """Note what a step of a choice took."""
+        self._steps[label] = seconds
+
+    def affords(self, label: str, steps: int) -> bool:
+        """Whether so many steps of a choice fit; one never seen is taken to be as fast as the first seen."""
+        first = next(iter(self._steps.values()), 0.0)
+        return self.left() > float(self.of_first_rank(steps * self._steps.get(label, first)))
+
+    def of_first_rank(self, value: Any) -> Any:
+        """The first rank's value, on every rank; every rank must ask."""
+        return gather(value, self.group)[0]
 
 
 class Bench:
@@ -126,15 +159,14 @@ class Bench:
                 left = self.budget.left()
                 probed = measurements.probes > probes  # only a first step measures kernels
                 slow = not begins and (left <= 0 or (not probed and spent > max(1.0, left)))
-                slow = self.budget.of_first_rank(slow)
+                if self.budget.of_first_rank(slow):
+                    return Trial(choice, failed=NO_TIME)
                 # The least of two steps: the first ones may compile.
-                taken = () if slow else (min(self._timed(session, choice) for _ in range(2)),)
-            if slow:
-                return Trial(choice, failed=NO_TIME)
+                taken = min(self._timed(session, choice) for _ in range(2))
             if begins:
                 self._bases[choice.layout], self._plain = seen, choice
                 self.budget.begin()  # kernels that compile are not measuring
-            return Trial(choice, taken, *self._errors(choice, seen))
+            return Trial(choice, (taken,), *self._errors(choice, seen))
         except (HalfstepError, RuntimeError, TypeError, ValueError) as error:
             return Trial(choice, failed=" ".join(str(error).split())[:200])
 

@@ -23,8 +23,7 @@ from halfstep.policy.settings import Measured, Settings
 from halfstep.report.words import number
 from halfstep.tuning.choices import LevelChoice, Trial, decide
 from halfstep.tuning.engine import Bench, Step
-from halfstep.tuning.flow import flow_of
-from halfstep.tuning.modules import cast_cost, plan_by_module
+from halfstep.tuning.modules import cast_cost, flow_of, plan_by_module
 
 #: Seconds of measuring at most.
 SECONDS = 60.0
