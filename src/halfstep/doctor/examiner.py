@@ -44,6 +44,7 @@ from halfstep.numerics.cures import (
     with_attributes,
 )
 from halfstep.numerics.fault import Again, Inquiry, Seen, Suspect
+from halfstep.numerics.histogram import amax as largest_of
 from halfstep.numerics.lint import Audit, LintProbe, audit
 from halfstep.numerics.snapshot import StepParticipants, is_session, prefixed, scale_of
 from halfstep.numerics.tape import look, running_loop
@@ -307,9 +308,9 @@ class Examiner:
         if not math.isfinite(value):
             self.ledger.blame("loss")
 
-    def on_output(self, module: nn.Module, amax: float) -> None:
+    def on_output(self, module: nn.Module, out: Tensor) -> None:
         """A module without submodules gave a result."""
-        name = self.roster.name_of(module)
+        name, amax = self.roster.name_of(module), float(largest_of(out))
         now, finite = self.ledger.now, math.isfinite(amax)
         if not finite or amax >= now.outputs.get(name, 0.0):
             now.outputs[name] = amax

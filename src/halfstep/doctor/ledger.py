@@ -36,7 +36,7 @@ SPIKE = 1e3
 #: ... if it changes this share of the weights: after a rate of almost nothing any other is a great step.
 _MOVED = 0.1
 #: An input that is so many times the largest of the batches before it is the data's fault, if of so many.
-_OUTLYING, _BATCHES = 100, 3
+_OUTLYING, _BATCHES = 30, 3
 #: A first update that is so many times the weights, and the loss after it so many times that before.
 _SHOT = 10
 #: A loss that grew so many times is not training; before values that are not finite, less says as much.
@@ -493,11 +493,9 @@ def _spike(ledger: Ledger, index: int) -> Fault:
     jumped = [place for place, old in enumerate(most) if note.rates[place] > 30 * old]
     if jumped:
         return _jump(note, jumped[0], most, usual[-1], tail)
-    for name, amax in note.inputs.items():
-        usually = statistics.median([n.inputs[name] for n in before if name in n.inputs] or [amax])
-        if amax > 30 * usually > 0:
-            what = f"{name} of batch {note.number + 1} reaches {amax:.3g}, usually {usually:.3g}"
-            return _fault(note, "data", f"{what}, and {tail}", smaller_data(name), clip)
+    name, told = ledger.outlier(note.number)
+    if told:
+        return _fault(note, "data", f"{told}, and {tail}", smaller_data(name), clip)
     usually = statistics.median(n.gradient for n in before)
     if note.gradient <= usually:
         return _small_divisor(note, tail, usually)
