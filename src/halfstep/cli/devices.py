@@ -27,7 +27,7 @@ from halfstep.errors import ConfigError
 from halfstep.formats import dtype_name, parse_dtype
 from halfstep.policy.ops import TABLES, Rule
 from halfstep.policy.policy import Policy
-from halfstep.report.words import number
+from halfstep.ratios import number
 from halfstep.tuning.op_times import without_remarks
 
 _DTYPES = ("fp64", "fp32", "fp16", "bf16", "e4m3fn", "e5m2")

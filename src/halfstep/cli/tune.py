@@ -15,9 +15,8 @@ from halfstep.cli._options import Flag, check_report, computing_device, set_thre
 from halfstep.cli._output import console, print_json, table
 from halfstep.cli._progress import progress
 from halfstep.errors import ConfigError
-from halfstep.ratios import speed_in_words
+from halfstep.ratios import number, speed_in_words
 from halfstep.recipes import recipe_of, runs
-from halfstep.report.words import number
 from halfstep.tuning.choices import Trial
 from halfstep.tuning.search import Tuning
 

@@ -11,7 +11,7 @@ from statistics import median
 
 from halfstep.policy.levels import LEVELS
 from halfstep.policy.ops import TABLES, Rule
-from halfstep.ratios import size_in_words, speed_in_words
+from halfstep.ratios import number, size_in_words, speed_in_words
 from halfstep.report.comparison import OpCost, RecipeRows
 from halfstep.report.comparison import SettingRow as Row
 
@@ -53,11 +53,6 @@ def _value(value: float, metric: str, sign: str = "", digits: int = 4) -> str:
     if metric == "accuracy":
         return f"{100.0 * value:{sign}.2f}"
     return f"{value:{sign}#.{digits}g}"
-
-
-def number(value: float | None, text: str, factor: float = 1.0) -> str:
-    """A number as `text` formats it; empty where it was not measured."""
-    return "" if value is None else text.format(value * factor)
 
 
 #: A setting whose step takes more than this share of fp32's does not pay.

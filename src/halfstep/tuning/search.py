@@ -20,7 +20,7 @@ from halfstep.errors import ConfigError
 from halfstep.formats import parse_dtype
 from halfstep.policy.plan import Plan
 from halfstep.policy.settings import Measured, Settings
-from halfstep.report.words import number
+from halfstep.ratios import number
 from halfstep.tuning.choices import LevelChoice, Trial, decide
 from halfstep.tuning.engine import Bench, Step
 from halfstep.tuning.modules import cast_cost, flow_of, plan_by_module
