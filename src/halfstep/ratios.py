@@ -1,4 +1,4 @@
-"""Ratios of times and sizes in the words that reports and verdicts use."""
+"""Ratios of times and sizes, and numbers that may be missing, as reports, tables and verdicts write them."""
 
 
 def speed_in_words(ratio: float) -> str:
@@ -14,3 +14,8 @@ def size_in_words(ratio: float, what: str) -> str:
     if percent == 0:
         return f"the same {what}"
     return f"{abs(percent)} % {'less' if percent < 0 else 'more'} {what}"
+
+
+def number(value: float | None, text: str, factor: float = 1.0) -> str:
+    """A number as `text` formats it; empty where it was not measured."""
+    return "" if value is None else text.format(value * factor)

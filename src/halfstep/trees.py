@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 import math
 import struct
 from collections.abc import Callable, Sequence
@@ -117,6 +118,12 @@ def parameters_of(optimizer: Any) -> list[Tensor]:
 def gradients_of(optimizer: Any) -> list[Tensor]:
     """The gradients that an optimizer's parameters have."""
     return [p.grad for p in parameters_of(optimizer) if p.grad is not None]
+
+
+def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its step computes the loss itself, as often as it likes: a search, as LBFGS is."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def select_tree(pred: bool | Tensor, a: T, b: T) -> T:

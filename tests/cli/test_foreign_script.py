@@ -19,7 +19,8 @@ from halfstep.cli.tune import _code, _lines
 from halfstep.doctor.process import Enough, in_words, run_main, seed
 from halfstep.recipes import runs
 from halfstep.tuning import choices
-from halfstep.tuning.choices import LevelChoice, Trial, decide, distance, gradient_bound
+from halfstep.tuning.choices import LevelChoice, Trial, decide, gradient_bound
+from halfstep.tuning.engine import FirstStep
 from halfstep.tuning.search import Tuning
 from tests.cli import foreign_scripts
 from tests.cli.foreign_scripts import REFUSED, TRIED, Foreign
@@ -57,7 +58,7 @@ def test_losses_and_gradients_are_near_those_of_fp32(script: Foreign, tmp_path: 
         assert low.skipped == 0
         assert not torch.equal(torch.stack(low.losses), torch.stack(base.losses))
         assert torch.allclose(torch.stack(low.losses), torch.stack(base.losses), rtol=0.05, atol=0.02)
-        error = distance(0.0, low.gradients, 0.0, base.gradients)[1]
+        error = low.first.distance(base.first)[1]
         assert error is not None
         assert 0 < error < gradient_bound(name)
 
@@ -66,7 +67,7 @@ def test_lines_below_a_choice_of_fp32_say_why_one_may_want_them(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     slower = (Trial(LevelChoice("O0"), (1.0,), losses=(1.0,)), Trial(LevelChoice("O1", "bf16"), (2.0,)))
-    found = Tuning(slower, decide(slower), 0.0)
+    found = Tuning(slower, *decide(slower), 0.0)
     assert "to train in bf16 all the same (for its memory" in _lines(found)
     monkeypatch.setattr(_tune_script, "tune_script", lambda *_: found)
     script = tmp_path / "train.py"
@@ -155,15 +156,12 @@ def test_only_16_bit_dtypes_are_tried(
 def test_the_command_prints_loss_time_and_memory_and_what_to_write(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def child(path: Any, args: Any, choice: LevelChoice, *more: Any) -> dict[str, Any]:
+    def child(path: Any, args: Any, choice: LevelChoice, *more: Any) -> _tune_script.Run:
         numbers = {"O0": (0.1, 3.0, 8_000_000), "O1 bf16": (0.06, 3.25, 5_000_000)}
         seconds, loss, peak = numbers.get(choice.label, (0.2, 3.5, 6_000_000))
-        found = {"failed": None, "seconds": (seconds,), "loss": loss, "gradients": [torch.ones(2)]}
-        return found | {
-            "losses": [9.0] * 30 + [loss] * 10,
-            "peak_bytes": peak,
-            "skipped": int(seconds == 0.2),
-        }
+        losses, skipped = (9.0,) * 30 + (loss,) * 10, int(seconds == 0.2)
+        trial = Trial(choice, (seconds,), losses=losses, peak_bytes=peak, skipped=skipped)
+        return _tune_script.Run(trial, FirstStep(loss, {(0, 0): torch.ones(2)}))
 
     monkeypatch.setattr(_tune_script, "run_script", child)
     monkeypatch.setattr(choices, "LOSS_ULPS", 1000)

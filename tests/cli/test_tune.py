@@ -9,7 +9,8 @@ import torch
 
 import halfstep as hs
 from halfstep.cli import _tune_script, main
-from halfstep.tuning.choices import LevelChoice, distance
+from halfstep.tuning.choices import LevelChoice, Trial
+from halfstep.tuning.engine import FirstStep
 
 SCRIPT = """
 import sys
@@ -46,11 +47,11 @@ def test_a_script_runs_under_the_choice_and_is_timed(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     base = _tune_script.run_script(script, (), LevelChoice("O0"), 60.0)
-    assert base["failed"] is None
-    assert base["seconds"][0] > 0
-    assert base["convolutions"]
-    again = _tune_script.run_script(script, (), LevelChoice("O1", "bf16", "channels_last"), 60.0, False)
-    error = distance(again["loss"], again["gradients"], base["loss"], base["gradients"])[1]
+    assert base.trial.failed is None
+    assert base.trial.time > 0
+    assert base.convolutions
+    again = _tune_script.run_script(script, (), LevelChoice("O1", "bf16", "channels_last"), 60.0)
+    error = again.beside(base).gradient_error
     assert error is not None
     assert 0 < error < 0.05
 
@@ -72,13 +73,13 @@ for number in range(50):
 def test_the_limit_counts_from_a_scripts_first_step(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(WAITING.replace("{0}", "0"))
-    assert _tune_script.run_script(script, (), LevelChoice("O0"), 1.0)["failed"] is None
+    assert _tune_script.run_script(script, (), LevelChoice("O0"), 1.0).trial.failed is None
 
 
 def test_steps_longer_than_the_limit_name_it(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(WAITING.replace("{0}", "0.5").replace("1.5", "0"))
-    said = _tune_script.run_script(script, (), LevelChoice("O0"), 0.1)["failed"]
+    said = _tune_script.run_script(script, (), LevelChoice("O0"), 0.1).trial.failed
     assert said is not None
     assert "4 steps take longer than --seconds 0.1" in said
 
@@ -88,9 +89,9 @@ def test_the_fastest_of_a_script_is_chosen(tmp_path: Path, monkeypatch: pytest.M
     script.write_text(SCRIPT)
     times = {"O0": 0.1, "O1 bf16": 0.09, "O2 bf16": 0.06, "O2 bf16 channels_last": 0.04}
 
-    def child(path: Any, args: Any, choice: LevelChoice, *more: Any) -> dict[str, Any]:
-        found = {"loss": 1.0, "gradients": [torch.ones(2)], "dtype": "bf16", "convolutions": True}
-        return {"failed": None, "seconds": (times.get(choice.label, 0.2),), **found}
+    def child(path: Any, args: Any, choice: LevelChoice, *more: Any) -> _tune_script.Run:
+        trial = Trial(choice, (times.get(choice.label, 0.2),))
+        return _tune_script.Run(trial, FirstStep(1.0, {(0, 0): torch.ones(2)}), "bf16", True)
 
     monkeypatch.setattr(_tune_script, "run_script", child)
     found = _tune_script.tune_script(script, (), None, 60.0)

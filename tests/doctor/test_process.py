@@ -101,22 +101,26 @@ def test_where_nothing_forks_a_run_is_a_plain_process(plain, tmp_path):
 
 
 @pytest.mark.long
-def test_where_nothing_forks_ctrl_c_reaches_the_run_by_itself(plain, tmp_path):
+def test_where_nothing_forks_ctrl_c_reaches_the_run_by_itself(plain, monkeypatch, tmp_path):
     script, began = tmp_path / "train.py", tmp_path / "began"
     script.write_text(
         SCRIPT
         + f"    if i == 1:\n        import time\n        open({str(began)!r}, 'w')\n        time.sleep(60)\n"
     )
 
-    def wait(child):
-        while not began.exists():
-            time.sleep(0.1)
-        os.kill(child.pid, signal.SIGINT)  # as a console does with all its processes
-        raise KeyboardInterrupt
+    class InterruptedOnce(Plain):
+        def wait(self, timeout=None):
+            if not began.exists():
+                while not began.exists():
+                    time.sleep(0.1)
+                os.kill(self.pid, signal.SIGINT)  # as a console does with all its processes
+                raise KeyboardInterrupt
+            return super().wait(timeout)
 
+    monkeypatch.setattr(subprocess, "Popen", InterruptedOnce)
     order = Order(str(script), (str(tmp_path / "told"),), 4, 0)
     with pytest.raises(Interrupted) as ended:
-        run_in_process(partial(run_order, order), os.environ, wait=wait, patient=True)
+        run_in_process(partial(run_order, order), os.environ, patient=True)
     document = ended.value.args[0].document
     assert (document.ended_by, document.steps) == ("interrupt", 2)
 

@@ -9,6 +9,7 @@ import pytest
 
 import halfstep
 from halfstep.doctor import examiner
+from halfstep.doctor.process import Copies
 from halfstep.numerics.fault import Inquiry
 from tests.doctor.test_zoo import examine, named
 
@@ -19,7 +20,7 @@ ROOT = os.path.dirname(halfstep.__file__) + os.sep
 def test_a_bad_step_of_a_plain_script_enters_at_most_20_files(tmp_path, monkeypatch):
     """From the moment it is known to be bad to its verdict, in this process and in the copies of it."""
     entered, judged, told = set(), set(), Path(tmp_path / "entered")
-    look, answer, begin = Inquiry.look, examiner.answer, examiner.Examiner._begin
+    look, answer, begin = Inquiry.look, Copies.answer, examiner.Examiner._begin
 
     def note(frame, event, arg):
         code = frame.f_code
@@ -31,10 +32,10 @@ def test_a_bad_step_of_a_plain_script_enters_at_most_20_files(tmp_path, monkeypa
             entered.clear()
         begin(self)
 
-    def answered(seen):
+    def answered(self, seen):
         with told.open("ab") as file:
             pickle.dump(entered, file)
-        answer(seen)
+        answer(self, seen)
 
     def looked(inquiry, suspect):
         if not suspect.bad or judged:
@@ -48,7 +49,7 @@ def test_a_bad_step_of_a_plain_script_enters_at_most_20_files(tmp_path, monkeypa
                 judged.update(pickle.load(file))
         return result
 
-    monkeypatch.setattr(examiner, "answer", answered)
+    monkeypatch.setattr(Copies, "answer", answered)
     monkeypatch.setattr(examiner.Examiner, "_begin", began)
     monkeypatch.setattr(Inquiry, "look", looked)
     monkeypatch.setattr("halfstep.doctor.examiner.scale_of_a_door", lambda: None)  # Apex is not in the script

@@ -174,6 +174,18 @@ for i in range(5):
 """,
     ),
     _script(
+        "line_search_at_its_end",
+        """
+m = nn.Linear(4, 1)
+o = torch.optim.LBFGS(m.parameters())
+x, y = torch.randn(32, 4), torch.randn(32, 1)
+def closure():
+    o.zero_grad(); loss = F.mse_loss(m(x), y); loss.backward(); return loss
+for i in range(20):
+    o.step(closure)
+""",
+    ),
+    _script(
         "accumulated_and_clipped",
         """
 m = nn.Sequential(nn.Linear(6, 12), nn.GELU(), nn.Dropout(0.2), nn.Linear(12, 3))

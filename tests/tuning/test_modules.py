@@ -4,8 +4,7 @@ import torch
 from torch import nn
 
 import halfstep as hs
-from halfstep.tuning.flow import flow_of
-from halfstep.tuning.modules import plan_by_module
+from halfstep.tuning.modules import flow_of, plan_by_module
 from halfstep.tuning.op_times import CAST, OpTime, StepTimes
 
 

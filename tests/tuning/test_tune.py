@@ -196,7 +196,7 @@ def test_a_plan_with_settings_is_loaded_from_its_file(tmp_path: Path) -> None:
         Trial(LevelChoice("O0"), (0.1,), 0.0, 0.0),
         Trial(LevelChoice("O2", "bf16", "channels_last"), (0.05,), 1e-4, 0.02),
     )
-    found = hs.Tuning(trials, searching.decide(trials), 1.0)
+    found = hs.Tuning(trials, *searching.decide(trials), 1.0)
     path = tmp_path / "plan.toml"
     path.write_text(found.to_toml())
     assert hs.Plan.read(path) == found.plan

@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from halfstep.errors import ConfigError, HalfstepError
 from halfstep_command import COMMANDS, INTERRUPTED, answer, refuse
 
 __all__ = ["COMMANDS", "main"]
@@ -26,10 +27,12 @@ __all__ = ["COMMANDS", "main"]
 def main(args: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code: 0, 1 for a failed check, 2 for wrong input, 130 for Ctrl-C."""
     given = list(sys.argv[1:] if args is None else args)
-    from halfstep.errors import HalfstepError
-
     try:
-        return _run(given)
+        answered = answer(given)
+        if answered is not None:
+            return answered
+        command = importlib.import_module(f"halfstep.cli.{given[0]}").run
+        return _parsed(given[0], command, given[1:])() or 0
     except HalfstepError as error:
         return refuse(str(error))
     except KeyboardInterrupt:
@@ -41,18 +44,12 @@ def main(args: Sequence[str] | None = None) -> int:
         return 0
 
 
-def _run(given: Sequence[str]) -> int:
-    answered = answer(given)
-    if answered is not None:
-        return answered
-    name, rest = given[0], given[1:]
-    command = importlib.import_module(f"halfstep.cli.{name}").run
-    parsed = _parse(name, command, rest)
-    return parsed if isinstance(parsed, int) else parsed() or 0
+def _parsed(name: str, command: Callable[..., int | None], rest: Sequence[str]) -> Callable[[], int | None]:
+    """The command with its arguments filled in, or what does nothing where help was asked.
 
-
-def _parse(name: str, command: Callable[..., int | None], rest: Sequence[str]) -> Callable[[], Any] | int:
-    """The command with its arguments filled in, or the exit code where they were wrong or help was asked."""
+    Raises:
+        ConfigError: wrong arguments.
+    """
     import tyro
 
     @functools.wraps(command)
@@ -66,8 +63,9 @@ def _parse(name: str, command: Callable[..., int | None], rest: Sequence[str]) -
     except SystemExit as end:
         if end.code:
             said = _plain(_one_line(complaint.getvalue()))
-            return refuse(f"{said} (halfstep {name} --help){_own_options(name, rest, said)}")
-        return 0
+            text = f"{said} (halfstep {name} --help){_own_options(name, rest, said)}"
+            raise ConfigError(text) from None
+        return lambda: 0
 
 
 def _own_options(name: str, rest: Sequence[str], said: str) -> str:

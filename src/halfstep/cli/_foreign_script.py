@@ -23,6 +23,7 @@ from halfstep.doctor.process import Enough, replace
 from halfstep.formats import dtype_name
 from halfstep.torch_private import pytree
 from halfstep.trees import all_finite, cast_floats, gradients_of, parameters_of
+from halfstep.tuning.engine import FirstStep
 
 #: Where the loss scale of fp16 begins: small runs lose no step to it.
 SCALE = 1024.0
@@ -35,13 +36,13 @@ class ForeignScript:
     """Puts a script's modules into a region of `dtype` (None: none), and hears its losses and steps.
 
     `stepped` is called after each step of the first optimizer that steps. `losses`: of each backward pass;
-    `gradients`: of the first step, None where it was skipped; `refused`: why the script cannot be tried;
-    `uses`: what of torch it uses that halfstep's lines take the place of.
+    `first`: the first step, without gradients where it was skipped; `refused`: why the script cannot be
+    tried; `uses`: what of torch it uses that halfstep's lines take the place of.
     """
 
     def __init__(self, dtype: torch.dtype | None, stepped: Callable[[], None]) -> None:
         self.losses: list[Tensor] = []
-        self.gradients: list[Tensor | None] = []
+        self.first = FirstStep()
         self.refused: str | None = None
         self.skipped = 0
         self.uses: set[str] = set()
@@ -70,6 +71,8 @@ class ForeignScript:
     def close(self) -> None:
         """Put everything back."""
         self._stack.close()
+        for handle in self._unscaled.values():
+            handle.remove()
 
     def resident(self) -> list[Tensor]:
         """Weights, buffers, gradients and optimizer states seen so far."""
@@ -190,8 +193,7 @@ class ForeignScript:
         if all(optimizer is not known for known in self.optimizers):
             self.optimizers.append(optimizer)
             if len(self.optimizers) == 1 and taken:
-                gradients = [p.grad for p in parameters_of(optimizer)]
-                self.gradients = [None if g is None else g.detach().float().clone() for g in gradients]
+                self.first.keep(optimizer)
             elif len(self.optimizers) > 1:
                 self.uses.add("several optimizers")
         if not taken:

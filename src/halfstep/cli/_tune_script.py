@@ -13,7 +13,7 @@ import os
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -33,8 +33,8 @@ from halfstep.recipes.measure import memory_peak
 from halfstep.session.prepare import arguments_of
 from halfstep.session.session import Session
 from halfstep.trainer import loop
-from halfstep.tuning.choices import LevelChoice, Trial, decide, distance
-from halfstep.tuning.engine import clock_of
+from halfstep.tuning.choices import LevelChoice, Trial, decide
+from halfstep.tuning.engine import FirstStep, clock_of
 from halfstep.tuning.search import NEAR, Tuning
 
 #: Steps of one run: the first ones warm up and are compared, the others are timed.
@@ -61,78 +61,83 @@ def tune_script(
         raise ConfigError(f"no script {path}; expected a recipe or the path of a .py file")
     began = time.perf_counter()
 
-    def run(choice: LevelChoice, turn: int = 1, foreign: bool = True) -> dict[str, Any]:
+    def run(choice: LevelChoice, turn: int = 1) -> Run:
         tell(f"under {choice.label}, turn {turn} of at most {TURNS}")
-        return run_script(path, args, choice, seconds, foreign)
+        return run_script(path, args, choice, seconds)
 
     base = run(LevelChoice("O0"))
-    if base["failed"] is not None:
-        raise ConfigError(f"{path} cannot be tuned: {base['failed']}")
-    foreign = "losses" in base
-    if foreign:
-        choices = [LevelChoice("O1", name) for name in (("bf16", "fp16") if dtype is None else (dtype,))]
+    if base.trial.failed is not None:
+        raise ConfigError(f"{path} cannot be tuned: {base.trial.failed}")
+    if base.dtype:
+        choices = [LevelChoice(level, dtype or base.dtype) for level in ("O1", "O2")]
     else:
-        choices = [LevelChoice(level, dtype or base["dtype"]) for level in ("O1", "O2")]
-    trials = [_trial(LevelChoice("O0"), base, base)]
-    trials += [_trial(choice, run(choice, foreign=foreign), base) for choice in choices]
-    if base.get("convolutions"):
+        choices = [LevelChoice("O1", name) for name in (("bf16", "fp16") if dtype is None else (dtype,))]
+    trials = [one.beside(base) for one in (base, *map(run, choices))]
+    if base.convolutions:
         for one in sorted((t for t in trials if t.seconds), key=lambda t: t.time)[:2]:
-            choice = replace(one.choice, layout="channels_last")
-            trials.append(_trial(choice, run(choice, foreign=foreign), base))
+            trials.append(run(replace(one.choice, layout="channels_last")).beside(base))
     best = min(t.time for t in trials)
     for turn in range(2, TURNS + 1):
         for index, trial in enumerate(trials):
             if index == 0 or trial.time <= NEAR * best:
-                again = run(trial.choice, turn, foreign).get("seconds", ())
+                again = run(trial.choice, turn).trial.seconds
                 trials[index] = replace(trial, seconds=(*trial.seconds, *again))
-    return Tuning(tuple(trials), decide(trials), time.perf_counter() - began)
+    return Tuning(tuple(trials), *decide(trials), time.perf_counter() - began)
 
 
-def _trial(choice: LevelChoice, found: dict[str, Any], base: dict[str, Any]) -> Trial:
-    """What a run found, beside the first one's, which was in fp32."""
-    if found["failed"] is not None:
-        return Trial(choice, failed=found["failed"])
-    errors = distance(found["loss"], found["gradients"], base["loss"], base["gradients"])
-    more = {key: found[key] for key in ("losses", "peak_bytes", "skipped", "uses") if key in found}
-    return Trial(choice, found["seconds"], *errors, **more)
+@dataclass
+class Run:
+    """What a run of a script showed: its trial, yet without distances, and its first step.
+
+    Of a script with a session also the dtype that its device prefers, and whether it has convolutions.
+    """
+
+    trial: Trial
+    first: FirstStep = field(default_factory=FirstStep)
+    dtype: str = ""
+    convolutions: bool = False
+
+    def beside(self, base: Run) -> Trial:
+        """The trial, with how far its first step is from that of the run in fp32."""
+        loss, gradient = self.first.distance(base.first)
+        return replace(self.trial, loss_error=loss, gradient_error=gradient)
 
 
-def run_script(
-    path: Path, args: Sequence[str], choice: LevelChoice, seconds: float, foreign: bool = True
-) -> dict[str, Any]:
+def run_script(path: Path, args: Sequence[str], choice: LevelChoice, seconds: float) -> Run:
     """What `timed` finds in a process of its own; it ends after `seconds` from its first step's end."""
-    found, said = run_in_process(partial(timed, str(path), args, choice, seconds, foreign), os.environ)
+    found, said = run_in_process(partial(timed, str(path), args, choice, seconds), os.environ)
     last = (said.strip().splitlines() or ["no message"])[-1]
     if found is None:
-        return {"failed": last}
-    if said.strip() and str(found["failed"]).startswith("SystemExit"):
-        found["failed"] += f"; the last line of its standard error: {last}"
+        return Run(Trial(choice, failed=last))
+    failed = found.trial.failed or ""
+    if said.strip() and failed.startswith("SystemExit"):
+        failed = f"{failed}; the last line of its standard error: {last}"
+        found.trial = replace(found.trial, failed=failed)
     return found
 
 
 class _Timer:
     """Prepares what the script prepares, as the choice says, and times the steps of its session.
 
-    Before a session is made, and where none is, it tries what `foreign` tries and times the steps of that.
+    Before a session is made, and where none is, it tries what `ForeignScript` tries and times the steps of
+    that.
     After `seconds` from the end of its first step, which may compile, it ends with what it has.
     """
 
-    def __init__(self, choice: LevelChoice, seconds: float, foreign: bool) -> None:
+    def __init__(self, choice: LevelChoice, seconds: float) -> None:
         self.choice, self.seconds = choice, seconds
         self.until = float("inf")
         self.session: Session | None = None
-        self.foreign: ForeignScript | None = None
+        dtype = None if choice.dtype is None else parse_dtype(choice.dtype)
+        self.foreign: ForeignScript | None = ForeignScript(dtype, self._stepped)
+        self.first = FirstStep()
         self.memory, self.peak = ExitStack(), list[int]()
         self.ends: list[float] = []
-        self.loss: float | None = None
-        self.gradients: list[Tensor | None] = []
-        if foreign:
-            dtype = None if choice.dtype is None else parse_dtype(choice.dtype)
-            self.foreign = ForeignScript(dtype, self._stepped)
-            self.foreign.install()
 
     def install(self) -> None:
         """Put `prepare` of this process in the place of halfstep's."""
+        assert self.foreign is not None
+        self.foreign.install()
         own: Any = importlib.import_module("halfstep.session.prepare")
         original, backward = own.prepare, Session.backward
 
@@ -145,31 +150,25 @@ class _Timer:
                 if self.foreign is not None:
                     self.foreign.close()
                 self.session, self.foreign = session, None
-                session.early_listeners.append(self._look)
+                session.early_listeners.append(self.first.listen)
                 session.listeners.append(self._ended)
             return session
 
         def noted(session: Session, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-            if self.loss is None and loss.numel() == 1:
-                self.loss = float(loss.detach())
+            if self.first.loss is None and loss.numel() == 1:
+                self.first.loss = float(loss.detach())
             backward(session, loss, *args, **kwargs)
 
         Session.backward = noted  # type: ignore[method-assign]
         for place in (own, halfstep.session, halfstep, loop):  # pyright: ignore[reportAttributeAccessIssue]
             place.prepare = prepare  # pyright: ignore[reportAttributeAccessIssue]
 
-    def _look(self, session: Session, optimizer: torch.optim.Optimizer) -> None:
-        taken = any(bool(outcome.taken) for outcome in session.history)
-        if not taken and optimizer is session.optimizers[0]:
-            scale = session.loss_scale.read()
-            parameters = [p for model in session.models for p in model.parameters()]
-            self.gradients = [
-                None if p.grad is None else p.grad.detach().float().clone() / scale for p in parameters
-            ]
-
     def _ended(self, session: Session, outcome: Any) -> None:
-        whole = len(session.history) % len(session.optimizers) == 0
-        self._end(session.device, STEPS + 1, whole)
+        if len(session.history) % len(session.optimizers):
+            return  # another optimizer's turn is still to come in this step
+        if self.first.listen in session.early_listeners and bool(outcome.taken):
+            session.early_listeners.remove(self.first.listen)
+        self._end(session.device, STEPS + 1)
 
     def _stepped(self) -> None:
         """A script without a session has stepped; memory is counted in the last step that is not timed."""
@@ -180,11 +179,10 @@ class _Timer:
         if len(self.ends) == WARM - 1:
             self.peak = self.memory.enter_context(memory_peak(resident, resident[0].device))
 
-    def _end(self, device: torch.device, last: int, whole: bool = True) -> None:
-        """An optimizer has stepped; `whole`: the last one of a step."""
-        if whole:
-            self.ends.append(clock_of(device)())
-        if self.ends and self.until == float("inf"):
+    def _end(self, device: torch.device, last: int) -> None:
+        """A step is over."""
+        self.ends.append(clock_of(device)())
+        if len(self.ends) == 1:
             self.until = time.perf_counter() + self.seconds
         if len(self.ends) >= last or time.perf_counter() > self.until:
             raise Enough
@@ -201,41 +199,28 @@ class _Timer:
         taken = "1 step" if len(self.ends) == 1 else f"{len(self.ends)} steps"
         return f"it took {taken}, and {WARM + 1} are needed"
 
-    def seen(self) -> dict[str, Any]:
+    def seen(self) -> Run:
         """What goes back to the command."""
         steps = [b - a for a, b in zip(self.ends, self.ends[1:])][WARM - 1 :]
-        found: dict[str, Any] = {"failed": None, "seconds": (median(steps),)}
+        trial = Trial(self.choice, (median(steps),))
         if self.foreign is not None:
-            losses = [float(loss) for loss in self.foreign.losses]
-            return found | {
-                "loss": next(iter(losses), None),
-                "gradients": self.foreign.gradients,
-                "losses": losses,
-                "peak_bytes": self.peak[0],
-                "skipped": self.foreign.skipped,
-                "uses": frozenset(self.foreign.uses),
-            }
+            losses = tuple(float(loss) for loss in self.foreign.losses)
+            self.foreign.first.loss = next(iter(losses), None)
+            uses, skipped = frozenset(self.foreign.uses), self.foreign.skipped
+            trial = replace(trial, losses=losses, peak_bytes=self.peak[0], skipped=skipped, uses=uses)
+            return Run(trial, self.foreign.first)
         assert self.session is not None
-        return found | {
-            "loss": self.loss,
-            "gradients": self.gradients,
-            "dtype": dtype_name(halfstep.devices.default_dtype(self.session.device)),
-            "convolutions": bool(convolution_weights(self.session.models)),
-        }
+        prefers = dtype_name(halfstep.devices.default_dtype(self.session.device))
+        return Run(trial, self.first, prefers, bool(convolution_weights(self.session.models)))
 
 
-def timed(
-    script: str, args: Sequence[str], choice: LevelChoice, seconds: float, foreign: bool
-) -> dict[str, Any]:
-    """Runs a script in this process under a choice; what it raises is part of what was found.
-
-    `foreign`: whether it may be one that never calls `hs.prepare`.
-    """
-    timer = _Timer(choice, seconds, foreign)
+def timed(script: str, args: Sequence[str], choice: LevelChoice, seconds: float) -> Run:
+    """Runs a script in this process under a choice; what it raises is part of what was found."""
+    timer = _Timer(choice, seconds)
     timer.install()
     seed(0)
     error = run_main(script, args)
     timer.memory.close()
     refused = None if timer.foreign is None else timer.foreign.refused
     failed = refused or (error and in_words(error, len(timer.ends))) or timer.failure()
-    return timer.seen() if failed is None else {"failed": failed}
+    return timer.seen() if failed is None else Run(Trial(choice, failed=failed))

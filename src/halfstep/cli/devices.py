@@ -8,7 +8,7 @@ import sys
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import tyro
@@ -27,6 +27,7 @@ from halfstep.errors import ConfigError
 from halfstep.formats import dtype_name, parse_dtype
 from halfstep.policy.ops import TABLES, Rule
 from halfstep.policy.policy import Policy
+from halfstep.ratios import number
 from halfstep.tuning.op_times import without_remarks
 
 _DTYPES = ("fp64", "fp32", "fp16", "bf16", "e4m3fn", "e5m2")
@@ -68,19 +69,18 @@ def run(
     if check:
         return _check(check, level, dtype, policy, only, json)
     chosen = [devices.resolve(device)] if device else [torch.device(name) for name in devices.available()]
-    facts = []
+    found = []
     for each in chosen:
-        seen = _probe(each, policy, dtype)
-        ways = _kernels(each, dtype)
+        facts, seen, ways = _facts(each), _probe(each, policy, dtype), _kernels(each, dtype)
         if json:
             kernels = [asdict(way) for way in ways]
-            facts.append(_facts(each) | {"ops": [asdict(op) for op in seen], "kernels": kernels})
+            found.append(facts | {"ops": [asdict(op) for op in seen], "kernels": kernels})
         else:
-            _print_device(each)
+            _print_device(each, facts)
             _print_kernels(each, ways)
             _print_ops(each, seen)
     if json:
-        print_json(facts)
+        print_json(found)
     return 0
 
 
@@ -150,7 +150,7 @@ def _probe(device: torch.device, text: str, dtype: str) -> list[Observed]:
         )
 
 
-def _facts(device: torch.device) -> dict[str, object]:
+def _facts(device: torch.device) -> dict[str, Any]:
     """All that is known of a device, as JSON."""
     known = {name: devices.capability(device, name) for name in _DTYPES}
     return {
@@ -165,23 +165,24 @@ def _facts(device: torch.device) -> dict[str, object]:
     }
 
 
-def _print_device(device: torch.device) -> None:
-    facts = devices.machine(device)
-    out = console()
-    out.print(
-        f"[bold]{device}[/]: {facts.get('cpu') or facts.get('gpu') or device.type}, torch {facts['torch']}"
-    )
-    rows: list[tuple[str | Text, ...]] = []
-    for name in _DTYPES:
-        c = devices.capability(device, name)
-        ratio = "" if c.ratio is None else f"{c.ratio:.2f}"
-        rows.append((name, Text(c.status, _STYLES[c.status]), ratio, c.why))
+def _print_device(device: torch.device, facts: dict[str, Any]) -> None:
+    machine, dtype, out = facts["machine"], facts["default_dtype"], console()
+    name = machine.get("cpu") or machine.get("gpu") or device.type
+    out.print(f"[bold]{device}[/]: {name}, torch {machine['torch']}")
+    rows = [
+        (
+            name,
+            Text(known["status"], _STYLES[known["status"]]),
+            number(known["time_over_fp32"], "{:.2f}"),
+            known["why"],
+        )
+        for name, known in facts["dtypes"].items()
+    ]
     out.print(table("", ("dtype", "status", "time / fp32", "why"), rows, "time / fp32"))
-    dtype = devices.default_dtype(device)
     slow = " (slow here: fp32 arithmetic with rounding)" if devices.is_slow(device, dtype) else ""
-    out.print(f"default dtype: {dtype_name(dtype)}{slow}")
-    out.print(f"float32 matmul precision: {torch.get_float32_matmul_precision()} (never changed by halfstep)")
-    out.print(f"measurements kept in {devices.cache_file(device)}")
+    out.print(f"default dtype: {dtype}{slow}")
+    out.print(f"float32 matmul precision: {facts['float32_matmul_precision']} (never changed by halfstep)")
+    out.print(f"measurements kept in {facts['cache']}")
 
 
 def _kernels(device: torch.device, dtype: str) -> list[KernelFact]:

@@ -15,7 +15,7 @@ from halfstep.cli._options import Flag, check_report, computing_device, set_thre
 from halfstep.cli._output import console, print_json, table
 from halfstep.cli._progress import progress
 from halfstep.errors import ConfigError
-from halfstep.ratios import speed_in_words
+from halfstep.ratios import number, speed_in_words
 from halfstep.recipes import recipe_of, runs
 from halfstep.tuning.choices import Trial
 from halfstep.tuning.search import Tuning
@@ -76,71 +76,54 @@ def run(
 def _document(target: str, found: Tuning) -> dict[str, Any]:
     settings = found.plan.settings
     assert settings is not None
-    losses = last_losses(found.trials)
-    more = [
-        {"loss": loss, "peak_bytes": trial.peak_bytes, "skipped": trial.skipped} if losses else {}
-        for loss, trial in zip(losses or found.trials, found.trials)
-    ]
     return {
         "target": target,
         "chosen": settings.to_table(),
-        "measured": [vars(row) | seen for row, seen in zip(settings.measured, more)],
+        "measured": [
+            vars(row) | {"loss": loss, "peak_bytes": trial.peak_bytes, "skipped": trial.skipped}
+            for row, loss, trial in zip(settings.measured, last_losses(found.trials), found.trials)
+        ],
         "rules": [{"pattern": rule.pattern, "reason": rule.reason} for rule in found.plan.rules],
-        "lines": _lines(found) if losses else None,
+        "lines": _lines(found),
         "seconds": found.seconds,
     }
 
 
 def last_losses(trials: Sequence[Trial]) -> list[float | None]:
-    """The mean of each trial's losses over the last quarter of those that all have; [] where none has any."""
+    """The mean of each trial's losses over the last quarter of those that all have; None without any."""
     count = min((len(trial.losses) for trial in trials if trial.losses), default=0)
     last = slice(count - max(1, count // 4), count)
-    return [mean(trial.losses[last]) if trial.losses else None for trial in trials] if count else []
+    return [mean(trial.losses[last]) if trial.losses else None for trial in trials]
 
 
 def _print(target: str, found: Tuning, out: Path | None) -> None:
     settings = found.plan.settings
     assert settings is not None
-    base = settings.measured[0].milliseconds
-    rows = [
-        (
-            row.setting,
-            "" if row.milliseconds is None else f"{row.milliseconds:,.4g} ms",
-            "" if row.milliseconds is None or not base else speed_in_words(row.milliseconds / base),
-            "" if row.gradient_error is None else f"{row.gradient_error:.2g}",
-            row.note,
-        )
-        for row in settings.measured
-    ]
-    heads, right = ["setting", "step", "against fp32", "gradient error", ""], 4
-    losses = last_losses(found.trials)
-    if losses:
-        skipped = "steps skipped on inf or NaN gradients:"
-        heads, right = ["setting", "loss", "peak memory", *heads[1:]], 6
-        rows = [
-            (
-                row[0],
-                "" if loss is None else f"{loss:.5g}",
-                "" if trial.peak_bytes is None else f"{trial.peak_bytes / 1e6:,.4g} MB",
-                *row[1:-1],
-                row[-1] if row[-1] or not trial.skipped else f"{skipped} {trial.skipped}",
-            )
-            for row, loss, trial in zip(rows, losses, found.trials)
-        ]
+    base, lines, rows = settings.measured[0].milliseconds, _lines(found), list[list[str]]()
+    for row, loss, trial in zip(settings.measured, last_losses(found.trials), found.trials):
+        compared = "" if row.milliseconds is None or not base else speed_in_words(row.milliseconds / base)
+        step, error = number(row.milliseconds, "{:,.4g} ms"), number(row.gradient_error, "{:.2g}")
+        skipped = f"steps skipped on inf or NaN gradients: {trial.skipped}" if trial.skipped else ""
+        of_script = [number(loss, "{:.5g}"), number(trial.peak_bytes, "{:,.4g} MB", 1e-6)] if lines else []
+        rows.append([row.setting, *of_script, step, compared, error, row.note or skipped])
+    heads = [*(["loss", "peak memory"] if lines else []), "step", "against fp32", "gradient error"]
     said = console()
-    said.print(table(f"{target}: what trains it fastest here", heads, rows, ",".join(heads[1:right])))
+    title = f"{target}: what trains it fastest here"
+    said.print(table(title, ["setting", *heads, ""], rows, ",".join(heads)))
     said.print(f"chosen: {settings.reason}", markup=False, highlight=False)
     for rule in found.plan.rules:
         said.print(f"  {rule.pattern}: {rule.reason}", markup=False, highlight=False)
-    if losses:
-        said.print(_lines(found), markup=False, highlight=False, soft_wrap=True)
+    if lines:
+        said.print(lines, markup=False, highlight=False, soft_wrap=True)
     if out is not None:
         said.print(f"plan: {out}", markup=False, soft_wrap=True)
 
 
-def _lines(found: Tuning) -> str:
-    """What to write into the script for the fastest 16-bit setting."""
-    usable = [t for t in found.trials[1:] if t.failed is None and t.too_far is None]
+def _lines(found: Tuning) -> str | None:
+    """What to write into a script without halfstep for the fastest 16-bit setting; None for any other."""
+    if not found.trials[0].losses:
+        return None
+    usable = [t for t in found.trials[1:] if t.usable]
     if not usable:
         return "loss: the mean of the last quarter of all losses"
     dtype, base = min(usable, key=lambda trial: trial.time).choice.dtype, found.trials[0]

@@ -22,9 +22,6 @@ from halfstep.numerics.watch import skips_in_words
 if TYPE_CHECKING:
     from halfstep.numerics.watch import Watch
 
-_KINDS = ("activation", "activation_grad", "gradient", "weight", "update")
-
-
 STEPS, INTERRUPT = "steps", "interrupt"
 
 #: The values that a document is made of, by the names that they have beside it.
@@ -130,9 +127,8 @@ def _told(fault: Fault) -> str:
     if fault.harmless:
         place = within(fault.module, fault.module_class)
         return f"{number} skipped: {fault.op} {place} overflowed in backward; harmless"
-    cures = "".join(f"\n  cure ({c.verdict}): {c.text}{f': {c.code}' if c.code else ''}" for c in fault.cures)
     second = "second fault, behind the first: " if fault.behind else ""
-    return f"{second}{number}: {fault.story()}{cures}"
+    return f"{second}{number}: {fault.summary()}"
 
 
 def add_watched(document: Document, seen: Watch, skips: Sequence[int]) -> None:
@@ -151,14 +147,9 @@ def add_watched(document: Document, seen: Watch, skips: Sequence[int]) -> None:
             "amax": s.amax,
             "samples": [dict(sample.__dict__) for sample in s.samples],
         }
-        for kind in _KINDS
         for s in seen.series.values()
-        if s.kind == kind
     ]
-    document.history = [
-        {"step": n.step, "scale": n.scale, "taken": n.taken, "amax": n.amax, "worst": n.worst}
-        for n in seen.notes
-    ]
+    document.history = [dict(n.__dict__) for n in seen.notes]
     document.forecasts = [str(f) for f in seen.forecasts()]
     document.lost = [dict(n.__dict__) for n in seen.lost]
     document.summary = [*skips_in_words(skips, document.steps), *seen.outlook()]

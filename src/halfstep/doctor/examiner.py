@@ -32,7 +32,7 @@ from halfstep.doctor.ledger import (
     length,
     read_amaxes,
 )
-from halfstep.doctor.process import SECONDS, Copies, Enough, Order, answer
+from halfstep.doctor.process import SECONDS, Copies, Enough, Order
 from halfstep.names import fqn
 from halfstep.numerics.cures import (
     FP16,
@@ -44,6 +44,7 @@ from halfstep.numerics.cures import (
     with_attributes,
 )
 from halfstep.numerics.fault import Again, Inquiry, Seen, Suspect
+from halfstep.numerics.histogram import amax as largest_of
 from halfstep.numerics.lint import Audit, LintProbe, audit
 from halfstep.numerics.snapshot import StepParticipants, is_session, prefixed, scale_of
 from halfstep.numerics.tape import look, running_loop
@@ -51,6 +52,7 @@ from halfstep.numerics.trace import Taping
 from halfstep.numerics.watch import Watch, watch
 from halfstep.policy import levels
 from halfstep.torch_private import disable_current_modes
+from halfstep.trees import parameters_of
 
 
 class ApexScale:
@@ -306,9 +308,9 @@ class Examiner:
         if not math.isfinite(value):
             self.ledger.blame("loss")
 
-    def on_output(self, module: nn.Module, amax: float) -> None:
+    def on_output(self, module: nn.Module, out: Tensor) -> None:
         """A module without submodules gave a result."""
-        name = self.roster.name_of(module)
+        name, amax = self.roster.name_of(module), float(largest_of(out))
         now, finite = self.ledger.now, math.isfinite(amax)
         if not finite or amax >= now.outputs.get(name, 0.0):
             now.outputs[name] = amax
@@ -325,7 +327,7 @@ class Examiner:
         schedules = (s for s in self.roster.things if isinstance(s, LRScheduler) and s.optimizer is optimizer)
         now.schedule = ", ".join(dict.fromkeys(type(s).__name__ for s in schedules))
         now.knobs = knobs_of(optimizer)
-        updated = [p for g in optimizer.param_groups for p in g["params"]]
+        updated = parameters_of(optimizer)
         stale = (p for p in updated if p in self._stale and p.grad is self._used[p][0])
         now.stale = now.stale or next((self.roster.name_of(p) for p in stale), "")
         self.on_gradients(updated)
@@ -333,7 +335,7 @@ class Examiner:
 
     def on_stepping(self, optimizer: torch.optim.Optimizer) -> None:
         """A step that may be skipped begins."""
-        learning = [p for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
+        learning = [p for p in parameters_of(optimizer) if p.grad is not None]
         found = zip(learning, read_amaxes([p.grad for p in learning if p.grad is not None]))
         self.ledger.now.ill |= {self.roster.name_of(p) for p, amax in found if not math.isfinite(amax)}
 
@@ -360,7 +362,7 @@ class Examiner:
         """An optimizer has updated."""
         now = self.ledger.now
         now.taken = True
-        after = [p for g in optimizer.param_groups for p in g["params"]]
+        after = parameters_of(optimizer)
         self._stale -= {*after}
         self._used |= {p: (p.grad, p.grad._version) for p in after if p.grad is not None}
         now.flushed = now.flushed or self._flushed(optimizer, after)
@@ -371,8 +373,7 @@ class Examiner:
 
     def on_cleared(self, owner: Any) -> None:
         """`zero_grad` of an optimizer or a module."""
-        groups = getattr(owner, "param_groups", None)
-        self._stale -= {*(owner.parameters() if groups is None else (p for g in groups for p in g["params"]))}
+        self._stale -= {*(owner.parameters() if isinstance(owner, nn.Module) else parameters_of(owner))}
 
     def _flushed(self, optimizer: torch.optim.Optimizer, updated: list[Tensor]) -> str:
         """Second moments that are zero in fp16 where most gradients are not, in words."""
@@ -442,11 +443,7 @@ class Examiner:
         showed.steps = min(ill, default=len(self.ledger.notes)) - (0 if again.from_start else again.at)
         if again.from_start:
             showed.faults = all_faults(self.noted(), showed.faults)
-        self._answer()
-
-    def _answer(self) -> None:
-        if self._copied:
-            answer(self.showed)
+        self._copies.answer(self.showed)
 
     def noted(self) -> Ledger:
         """The notes, with all that belongs to them."""
@@ -492,7 +489,7 @@ class Examiner:
             self._took_effect = put_in_place(again.cure, parts, self.around)
         if self._took_effect is None:
             self.showed.applied = False
-            self._answer()
+            self._copies.answer(self.showed)
             raise Enough
         if again.cure[0] == "bf16":
             ask_for_bf16(self.around)
@@ -526,9 +523,9 @@ class Examiner:
             self._end_tape()
         if self.again is not None:
             self.reply()
-        elif self._copied:
+        else:  # a copy that did not come so far
             self.showed.applied = False
-            self._answer()
+            self._copies.answer(self.showed)
         self._copies.close()
         if self.seen is not None:
             self.seen.close()

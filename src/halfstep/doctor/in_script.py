@@ -20,7 +20,6 @@ from halfstep.doctor.ledger import note_conversions
 from halfstep.doctor.process import Found, Order, in_words, replace, run_main, seed
 from halfstep.numerics.cures import FP16
 from halfstep.numerics.fault import Seen
-from halfstep.numerics.histogram import amax
 from halfstep.numerics.tape import users_names
 from halfstep.numerics.watch import leave
 from halfstep.session import setup
@@ -63,6 +62,12 @@ class Hooks:
         replace(self._stack, torch.Tensor, "backward", self._noted)
         replace(self._stack, torch.autograd, "grad", self._graded)
 
+    @staticmethod
+    def _tell(hear: Callable[..., Any], *about: Any) -> None:
+        """Reports something; how the examiner looks at it is on no tape."""
+        with disable_current_modes():
+            hear(*about)
+
     def _on_session(self, session: Any) -> None:
         session.early_listeners.append(self._before_session)
         self._stack.callback(leave, session.early_listeners, self._before_session)
@@ -71,8 +76,7 @@ class Hooks:
 
     def _before_session(self, session: Any, optimizer: torch.optim.Optimizer) -> None:
         self._depth, self._updated, self._stepped = 1, False, optimizer
-        with disable_current_modes():
-            self._examiner.on_stepping(optimizer)
+        self._tell(self._examiner.on_stepping, optimizer)
         leave(session.listeners, self._after_session)  # it ends the step, after a watch has seen it
         session.listeners.append(self._after_session)
 
@@ -99,8 +103,7 @@ class Hooks:
 
     def _noted(self, backward: Callable[..., Any], loss: Tensor, *args: Any, **kwargs: Any) -> None:
         if loss.numel() == 1:
-            with disable_current_modes():
-                self._examiner.on_loss(loss)
+            self._tell(self._examiner.on_loss, loss)
         inner, self._backward = self._backward, True  # a tape calls it once more
         try:
             backward(loss, *args, **kwargs)
@@ -117,10 +120,9 @@ class Hooks:
         learning = isinstance(inputs, list | tuple) and all(x.is_leaf for x in inputs)
         inner = _in_backward() or kwargs.get("create_graph")
         if learning and not inner and self._examiner.roster.by_hand:
-            with disable_current_modes():
-                if isinstance(outputs, Tensor) and outputs.numel() == 1:
-                    self._examiner.on_loss(outputs)
-                self._examiner.on_found(list(found))
+            if isinstance(outputs, Tensor) and outputs.numel() == 1:
+                self._tell(self._examiner.on_loss, outputs)
+            self._tell(self._examiner.on_found, list(found))
             self._by_hand = True
         return found
 
@@ -130,8 +132,7 @@ class Hooks:
         """A step of a scaler is one boundary, whether or not the optimizer inside is stepped."""
         self._depth += 1
         self._updated = False
-        with disable_current_modes():
-            self._examiner.on_stepping(optimizer)
+        self._tell(self._examiner.on_stepping, optimizer)
         try:
             result = step(scaler, optimizer, *args, **kwargs)
         finally:
@@ -147,8 +148,7 @@ class Hooks:
         before = self._examiner.taping
         if self._by_hand:  # a forward after a backward, where no optimizer is: the step before it is over
             self._by_hand = False
-            with disable_current_modes():
-                self._examiner.on_gradients(self._examiner.roster.parts.parameters())
+            self._tell(self._examiner.on_gradients, self._examiner.roster.parts.parameters())
             self._examiner.on_step(self, skipped=False, finite=True)
         self._examiner.on_sign(module)
         taping = self._examiner.taping
@@ -157,8 +157,7 @@ class Hooks:
         if self._root is None and self._examiner.roster.is_root(module):
             self._root = module
             tensors = [x for x in args if isinstance(x, Tensor)]
-            with disable_current_modes():
-                self._examiner.on_inputs(_names_of_inputs(module, tensors))
+            self._tell(self._examiner.on_inputs, _names_of_inputs(module, tensors))
 
     def _on_output(self, module: nn.Module, args: Any, out: Any) -> None:
         if torch.compiler.is_compiling():
@@ -170,17 +169,14 @@ class Hooks:
         if not torch.is_grad_enabled() or _in_backward() or module._modules or not isinstance(out, Tensor):
             return
         if out.is_floating_point() and out.numel() > 8:
-            with disable_current_modes():
-                self._examiner.on_output(module, float(amax(out.detach())))
+            self._tell(self._examiner.on_output, module, out.detach())
 
     def _before_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        with disable_current_modes():
-            self._examiner.on_update(optimizer)
+        self._tell(self._examiner.on_update, optimizer)
 
     def _after_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._updated = True
-        with disable_current_modes():
-            self._examiner.on_updated(optimizer)
+        self._tell(self._examiner.on_updated, optimizer)
         if _in_backward():
             self._within = optimizer
         elif self._depth == 0:

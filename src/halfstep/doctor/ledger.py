@@ -36,7 +36,7 @@ SPIKE = 1e3
 #: ... if it changes this share of the weights: after a rate of almost nothing any other is a great step.
 _MOVED = 0.1
 #: An input that is so many times the largest of the batches before it is the data's fault, if of so many.
-_OUTLYING, _BATCHES = 100, 3
+_OUTLYING, _BATCHES = 30, 3
 #: A first update that is so many times the weights, and the loss after it so many times that before.
 _SHOT = 10
 #: A loss that grew so many times is not training; before values that are not finite, less says as much.
@@ -376,9 +376,10 @@ def _lost_values(name: str, old: Tensor, new: Tensor) -> tuple[int, Cause] | Non
 _ALL_LOST = 0.9
 
 
-def _fault(note: Note, cause: Cause, cures: list[Cure]) -> Fault:
-    location = OpLocation("", "", None, *note.where)
-    return Fault("optimizer", "", location, cause, cures, note.number, taped=False)
+def _fault(note: Note, kind: str, text: str, *cures: Cure) -> Fault:
+    """A fault of the update of a step."""
+    location, cause = OpLocation("", "", None, *note.where), Cause(kind, f"{kind}: {text}")
+    return Fault("optimizer", "", location, cause, [*cures], note.number, taped=False)
 
 
 def all_faults(ledger: Ledger, traced: Sequence[Fault]) -> list[Fault]:
@@ -414,10 +415,10 @@ def _uncleared(ledger: Ledger) -> list[Fault]:
     stale = [note for note in ledger.notes if note.stale]
     if len(stale) < 3 or len(stale) < ledger.iterations // 2:
         return []
-    text = f"accumulation: the gradient of {stale[0].stale} still holds that of the step before"
-    text_, code = "clear the gradients before each backward", "optimizer.zero_grad()"
-    cures = [Cure("clear", text_, code, specs=[("clear", stale[0].where[1])])]
-    return [_fault(stale[0], Cause("accumulation", text), cures)]
+    text = f"the gradient of {stale[0].stale} still holds that of the step before"
+    words, code = "clear the gradients before each backward", "optimizer.zero_grad()"
+    cure = Cure("clear", words, code, specs=[("clear", stale[0].where[1])])
+    return [_fault(stale[0], "accumulation", text, cure)]
 
 
 def _without_moments(ledger: Ledger) -> list[Fault]:
@@ -425,9 +426,8 @@ def _without_moments(ledger: Ledger) -> list[Fault]:
     note = next((note for note in ledger.notes if note.flushed), None)
     if note is None:
         return []
-    text = f"precision: {note.flushed}: the update divides by epsilon alone"
-    cures = [Cure("advice", "keep the optimizer's state in fp32: fp32 master weights", 'level="O2"')]
-    return [_fault(note, Cause("precision", text), cures)]
+    cure = Cure("advice", "keep the optimizer's state in fp32: fp32 master weights", 'level="O2"')
+    return [_fault(note, "precision", f"{note.flushed}: the update divides by epsilon alone", cure)]
 
 
 def _shot(ledger: Ledger) -> Fault:
@@ -435,11 +435,11 @@ def _shot(ledger: Ledger) -> Fault:
     rate = max(note.rates, default=0.0)
     at = f" of {rate:g}" if rate else ""
     text = (
-        f"learning rate: the first update is {note.update / note.size:.3g} times as long as the weights: "
+        f"the first update is {note.update / note.size:.3g} times as long as the weights: "
         f"the learning rate{at} is too large for them"
     )
     cure = Cure("advice", "lower the learning rate, or warm it up", f"lr={rate / 100:g}" if rate else "")
-    return _fault(note, Cause("learning rate", text), [cure])
+    return _fault(note, "learning rate", text, cure)
 
 
 def with_roots(ledger: Ledger, faults: Sequence[Fault]) -> list[Fault]:
@@ -493,21 +493,18 @@ def _spike(ledger: Ledger, index: int) -> Fault:
     jumped = [place for place, old in enumerate(most) if note.rates[place] > 30 * old]
     if jumped:
         return _jump(note, jumped[0], most, usual[-1], tail)
-    for name, amax in note.inputs.items():
-        usually = statistics.median([n.inputs[name] for n in before if name in n.inputs] or [amax])
-        if amax > 30 * usually > 0:
-            what = f"{name} of batch {note.number + 1} reaches {amax:.3g}, usually {usually:.3g}"
-            text = f"data: {what}, and {tail}"
-            cures = [
-                Cure("data", "drop or clamp such batches where they are loaded", f"{name}.clamp(-k, k)"),
-                clip,
-            ]
-            return _fault(note, Cause("data", text), cures)
+    name, told = ledger.outlier(note.number)
+    if told:
+        return _fault(note, "data", f"{told}, and {tail}", smaller_data(name), clip)
     usually = statistics.median(n.gradient for n in before)
     if note.gradient <= usually:
         return _small_divisor(note, tail, usually)
-    cause = Cause("divergence", f"divergence: {tail}; the gradients reach {note.gradient:.3g}")
-    return _fault(note, cause, [clip])
+    return _fault(note, "divergence", f"{tail}; the gradients reach {note.gradient:.3g}", clip)
+
+
+def smaller_data(name: str) -> Cure:
+    """What to do with an input whose batches are out of proportion."""
+    return Cure("data", "drop or clamp such batches where they are loaded", f"{name}.clamp(-k, k)")
 
 
 def _jump(note: Note, group: int, most: Sequence[float], last: Sequence[float], tail: str) -> Fault:
@@ -517,14 +514,11 @@ def _jump(note: Note, group: int, most: Sequence[float], last: Sequence[float], 
     """
     old, new = most[group], note.rates[group]
     of = f" of group {group}" if len(most) > 1 else ""
-    text = f"learning rate: it jumps{of} from {last[group]:g} to {new:g}, and {tail}"
-    cause = Cause("learning rate", text)
+    text = f"it jumps{of} from {last[group]:g} to {new:g}, and {tail}"
     whose = f"what {note.schedule} gives" if note.schedule else "what sets the rate"
     code = f'optimizer.param_groups[{group}]["lr"] = {old:g}' if of and not note.schedule else f"lr={old:g}"
-    cures = [
-        Cure("rate", f"check {whose} at step {note.number + 1}", code, specs=[("rate", *most)]),
-    ]
-    return _fault(note, cause, cures)
+    cure = Cure("rate", f"check {whose} at step {note.number + 1}", code, specs=[("rate", *most)])
+    return _fault(note, "learning rate", text, cure)
 
 
 def _small_divisor(note: Note, tail: str, usually: float) -> Fault:
@@ -532,7 +526,7 @@ def _small_divisor(note: Note, tail: str, usually: float) -> Fault:
     knobs = next((k for k in note.knobs if k.betas or k.eps), None)
     by = f" (eps={knobs.eps:g}{f', betas={knobs.betas}' if knobs.betas else ''})" if knobs else ""
     text = (
-        f"divergence: {tail}, though the gradients are no larger ({note.gradient:.3g}, usually "
+        f"{tail}, though the gradients are no larger ({note.gradient:.3g}, usually "
         f"{usually:.3g}): what the optimizer divides them by has become too small{by}"
     )
     betas = [*knobs.betas] if knobs else []
@@ -540,21 +534,21 @@ def _small_divisor(note: Note, tail: str, usually: float) -> Fault:
     if len(betas) > 1 and betas[1] < 0.9:
         words = "let the second moment remember more steps"
         cure = Cure("advice", words, f"betas=({betas[0]:g}, 0.999)")
-    return _fault(note, Cause("divergence", text), [cure])
+    return _fault(note, "divergence", text, cure)
 
 
 def _lost(ledger: Ledger, share: float) -> Fault:
     first = next(note for note in ledger.lost if note.share >= _ALL_LOST)
     note = ledger.notes[min(first.step, len(ledger.notes) - 1)]
     text = (
-        f"rounding: {share:.0%} of the updates are lost (worst: {first.worst}): they are smaller than half "
+        f"{share:.0%} of the updates are lost (worst: {first.worst}): they are smaller than half "
         f"the spacing of the {first.dtype} weights, which stay as they are"
     )
     words = "keep fp32 master weights, which take up what 16 bits lose"
-    cures = [Cure("masters", words, ledger.terms.masters, specs=[("masters",)])]
+    cure = Cure("masters", words, ledger.terms.masters, specs=[("masters",)])
     if first.dtype == "fp32":
-        cures = [Cure("advice", "raise the learning rate: the weights have all the bits of fp32 already")]
-    return _fault(note, Cause("rounding", text), cures)
+        cure = Cure("advice", "raise the learning rate: the weights have all the bits of fp32 already")
+    return _fault(note, "rounding", text, cure)
 
 
 #: Weights that grew so many times are what a loss grew by.
@@ -565,7 +559,7 @@ def _diverged(ledger: Ledger, index: int, first: float, last: float) -> Fault:
     note = ledger.notes[index]
     rate = note.rates[0] if note.rates else 0.0
     decay = max((k.weight_decay * r for k, r in zip(note.knobs, note.rates)), default=0.0)
-    tail = f"divergence: the loss grew from {first:.3g} to {last:.3g}"
+    tail = f"the loss grew from {first:.3g} to {last:.3g}"
     if decay > 2:
         wrong = max(k.weight_decay for k in note.knobs)
         text = f"{tail}: weight decay {wrong:g} times the learning rate is {decay:.3g}; beyond 2 it enlarges"
@@ -577,4 +571,4 @@ def _diverged(ledger: Ledger, index: int, first: float, last: float) -> Fault:
         at = f" of {rate:g}" if rate else ""
         text = f"{tail}: the learning rate{at} is too large"
         cure = Cure("advice", "lower the learning rate, or warm it up", f"lr={rate / 10:g}" if rate else "")
-    return _fault(note, Cause("divergence", text), [cure])
+    return _fault(note, "divergence", text, cure)

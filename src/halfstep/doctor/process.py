@@ -102,6 +102,7 @@ class Copies:
         self._examiner = examiner
         self._may = examiner.order.copies and examiner.order.again is None and can_fork()
         self._held: tuple[int, Connection] | None = None
+        self._asker: Connection | None = None
         self._began = self._latest = time.monotonic()
         self._took = 0.0
 
@@ -120,7 +121,7 @@ class Copies:
         if not child:
             ours.close()
             again = _wait_for_orders(theirs)
-            self._may, self._held = False, None
+            self._may, self._held, self._asker = False, None, theirs
             self._examiner.become_copy(again)
             return
         theirs.close()
@@ -141,6 +142,13 @@ class Copies:
         except (EOFError, OSError):
             return None
 
+    def answer(self, value: Any) -> None:
+        """End a copy with its answer; nothing of what it would still do at exit is done. No copy goes on."""
+        if self._asker is not None:
+            with contextlib.suppress(OSError):
+                self._asker.send_bytes(pickle.dumps(value))
+            os._exit(0)
+
     def close(self) -> None:
         """Let go of the moment that is held."""
         if self._held is None:
@@ -157,16 +165,6 @@ class Copies:
 def _received(end: Connection, seconds: float | None) -> Any:
     """What comes within so many seconds, else None."""
     return pickle.loads(end.recv_bytes()) if end.poll(seconds) else None
-
-
-_answers: list[Connection] = []
-
-
-def answer(value: Any) -> None:
-    """End this copy with its answer; nothing of what it would still do at exit is done."""
-    with contextlib.suppress(OSError):
-        _answers[0].send_bytes(pickle.dumps(value))
-    os._exit(0)
 
 
 def _wait_for_orders(end: Connection) -> Again:
@@ -187,7 +185,6 @@ def _wait_for_orders(end: Connection) -> Again:
                 end.send_bytes(pickle.dumps(None))
     except BaseException:
         os._exit(1)
-    _answers[:] = [end]
     signal.alarm(SECONDS)  # the default action ends a copy that hangs
     for stream in (1, 2):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
@@ -280,14 +277,12 @@ def run_in_process(
     run: Callable[[], Any],
     environment: Mapping[str, str],
     forked: bool = False,
-    wait: Callable[[subprocess.Popen[bytes]], object] = subprocess.Popen.wait,
     patient: bool = False,
 ) -> tuple[Any, str]:
     """What `run` gives in a process of its own (None: it gave nothing), and what it said on standard error.
 
-    `run` is pickled, and so is what it gives. `wait`: after it the process, unless it is `forked`, is ended.
-    It has a session of its own, so that Ctrl-C reaches this one alone, and ends when this one does; but not
-    on Windows, where Ctrl-C reaches both.
+    `run` is pickled, and so is what it gives. The process has a session of its own, so that Ctrl-C reaches
+    this one alone, and ends when this one does; but not on Windows, where Ctrl-C reaches both.
 
     Raises:
         KeyboardInterrupt: Ctrl-C, or a second one where the run is `patient`, which the first one ends as it
@@ -313,7 +308,7 @@ def run_in_process(
                 )  # fmt: skip
                 join = child.wait
             try:
-                join() if forked else wait(child)
+                join()
             except KeyboardInterrupt:
                 if not patient:
                     raise

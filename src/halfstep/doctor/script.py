@@ -14,7 +14,6 @@ import dataclasses
 import os
 import re
 import socket
-import subprocess
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -26,10 +25,10 @@ from halfstep.distributed import gather, rank, world_size
 from halfstep.doctor.document import INTERRUPT, Document, keep_latest
 from halfstep.doctor.edit import as_diff, mended, planned
 from halfstep.doctor.in_script import run_order
-from halfstep.doctor.ledger import Ledger, all_faults, beside
+from halfstep.doctor.ledger import Ledger, all_faults, beside, smaller_data
 from halfstep.doctor.process import Found, Interrupted, Order, run_in_process
 from halfstep.errors import ConfigError
-from halfstep.numerics.fault import Again, Cure, Fault, Inquiry, Seen, Suspect
+from halfstep.numerics.fault import Again, Fault, Inquiry, Seen, Suspect
 
 _PHASES = ("prepare", "forward", "backward", "optimizer")
 #: What a rank says whose partner is gone: it is not where things went wrong.
@@ -242,7 +241,7 @@ class Anew:
     """Runs the script again from its start, on every rank in a process of its own."""
 
     def __init__(self, order: Order) -> None:
-        self._order = dataclasses.replace(order, copies=False)
+        self._order = order
         self.interrupted = False
 
     def run(self, again: Again) -> Seen | None:
@@ -275,13 +274,12 @@ def _say_outlier(fault: Fault, ledger: Ledger) -> None:
     if not told or fault.phase not in ("forward", "backward") or fault.cause.kind == "data" or fault.harmless:
         return
     fault.cause = fault.cause.and_also(told)
-    words = "drop or clamp such batches where they are loaded"
-    fault.cures.append(Cure("data", words, f"{name}.clamp(-k, k)"))
+    fault.cures.append(smaller_data(name))
 
 
 def _in_process(order: Order) -> tuple[Any, str]:
     run = partial(run_order, order)
-    return run_in_process(run, meeting_place(), order.forked, subprocess.Popen.wait, order.again is None)
+    return run_in_process(run, meeting_place(), order.forked, order.again is None)
 
 
 def _first_run(order: Order, label: str) -> Found | str:

@@ -129,7 +129,7 @@ class Cure:
         self.status, self.specs, self.over = WORKS, [spec], over
 
     def __str__(self) -> str:
-        return f"cure ({self.verdict}): {self.text}"
+        return f"cure ({self.verdict}): {self.text}{f': {self.code}' if self.code else ''}"
 
 
 #: What of a fault is told in JSON as it is.

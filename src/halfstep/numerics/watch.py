@@ -39,7 +39,7 @@ from halfstep.numerics.snapshot import is_session, listed, replaying, scale_of
 from halfstep.optim.masters import weight_of
 from halfstep.optim.resolution import held, rounded_at_random
 from halfstep.torch_private import graph_task, pytree
-from halfstep.trees import Ends, dense_values, ends_of, parameters_of, scalar_on
+from halfstep.trees import Ends, dense_values, ends_of, needs_closure, parameters_of, scalar_on
 
 #: Points a forecast looks back on, and the least it needs.
 WINDOW, LEAST = 32, 6
@@ -451,6 +451,7 @@ class Watch:
         shares: dict[str, tuple[Tensor, Tensor]] = {}
         dtypes: dict[str, str] = {}
         random = rounded_at_random(optimizer)
+        searches = needs_closure(optimizer)  # it may find no better place than where it is
         for place, parameter in enumerate(parameters_of(optimizer)):
             if parameter not in self._before:
                 continue
@@ -460,7 +461,12 @@ class Watch:
             self._count("update", name, update)
             gradient, now = parameter.grad, _held(optimizer, parameter)
             # Masters that the step itself made have no value from before it.
-            if gradient is None or gradient.layout != torch.strided or len(now) != len(held_before):
+            if (
+                searches
+                or gradient is None
+                or gradient.layout != torch.strided
+                or len(now) != len(held_before)
+            ):
                 continue
             gradient = local_of(gradient)
             if gradient.shape != before.shape:  # partial sums of tensor parallelism

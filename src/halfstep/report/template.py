@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from functools import lru_cache
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from halfstep.errors import ConfigError
-
-if TYPE_CHECKING:
-    from jinja2 import Environment
 
 
 def text_of(name: str) -> str:
@@ -20,16 +16,11 @@ def text_of(name: str) -> str:
     return files("halfstep.report").joinpath(name).read_text(encoding="utf-8")
 
 
-@lru_cache(maxsize=1)
-def _environment() -> Environment:
-    from jinja2 import Environment, FunctionLoader, StrictUndefined
-
-    return Environment(loader=FunctionLoader(text_of), autoescape=True, undefined=StrictUndefined)
-
-
 def fill(name: str, context: Mapping[str, Any], **filters: Callable[..., Any]) -> str:
     """The page that a template makes of these values."""
-    environment = _environment()
+    from jinja2 import Environment, FunctionLoader, StrictUndefined
+
+    environment = Environment(loader=FunctionLoader(text_of), autoescape=True, undefined=StrictUndefined)
     environment.filters.update(filters)
     return environment.get_template(name).render(context)
 

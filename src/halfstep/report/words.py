@@ -11,7 +11,7 @@ from statistics import median
 
 from halfstep.policy.levels import LEVELS
 from halfstep.policy.ops import TABLES, Rule
-from halfstep.ratios import size_in_words, speed_in_words
+from halfstep.ratios import number, size_in_words, speed_in_words
 from halfstep.report.comparison import OpCost, RecipeRows
 from halfstep.report.comparison import SettingRow as Row
 
@@ -29,12 +29,12 @@ def cells(row: Row, metric: str, slow: Mapping[str, str]) -> list[str]:
         row.label + (" (slow here)" if row.dtype in slow else ""),
         _final(row, metric),
         "" if difference is None or not isfinite(difference) else _value(difference, metric, sign="+"),
-        _number(row.seconds, 1e3, 2) + (f" ± {50 * row.noise:.0f} %" if row.noise else ""),
-        _number(row.samples_per_second, 1.0, 0),
-        _number(row.peak_bytes, 1e-6, 1),
-        _number(row.saved_bytes, 1e-6, 1),
+        number(row.seconds, "{:,.2f}", 1e3) + (f" ± {50 * row.noise:.0f} %" if row.noise else ""),
+        number(row.samples_per_second, "{:,.0f}"),
+        number(row.peak_bytes, "{:,.1f}", 1e-6),
+        number(row.saved_bytes, "{:,.1f}", 1e-6),
         str(row.skipped),
-        "none" if row.last_scale == 1.0 else _number(row.last_scale, 1.0, 0),
+        "none" if row.last_scale == 1.0 else number(row.last_scale, "{:,.0f}"),
     ]
 
 
@@ -53,10 +53,6 @@ def _value(value: float, metric: str, sign: str = "", digits: int = 4) -> str:
     if metric == "accuracy":
         return f"{100.0 * value:{sign}.2f}"
     return f"{value:{sign}#.{digits}g}"
-
-
-def _number(value: float | None, factor: float, digits: int) -> str:
-    return "" if value is None else f"{value * factor:,.{digits}f}"
 
 
 #: A setting whose step takes more than this share of fp32's does not pay.

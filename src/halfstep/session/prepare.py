@@ -36,7 +36,7 @@ from halfstep.session.session import Models, Optimizers, Session
 from halfstep.session.setup import fit_states
 from halfstep.trees import parameters_of
 from halfstep.tuning.choices import LevelChoice
-from halfstep.tuning.search import Tuning, options_of, search
+from halfstep.tuning.search import Tuning, search
 
 
 def as_optimizers(optimizer: Optimizers) -> list[torch.optim.Optimizer]:
@@ -226,10 +226,14 @@ def check_step(step: Any, batch: Any, seconds: Any, asked: str) -> None:
 
 def arguments_of(choice: LevelChoice, options: dict[str, Any], plan: Plan | None) -> dict[str, Any]:
     """The arguments of `prepare` for a choice; what belongs to 16 bits alone is left out in fp32."""
+    given = dict(options)
     if choice.dtype is None:
-        kept = {k: v for k, v in options.items() if k not in ("policy", "loss_scale")}
-        return {**kept, **options_of(choice)}
-    return {**options, **({} if plan is None else {"plan": plan}), **options_of(choice)}
+        given = {key: value for key, value in options.items() if key not in ("policy", "loss_scale")}
+    elif plan is not None:
+        given["plan"] = plan
+    if choice.rules.rules:
+        given["plan"] = choice.rules
+    return {**given, "level": choice.level, "dtype": choice.dtype, "layout": choice.layout}
 
 
 # ---------------------------------------------------------------------------------------------------------

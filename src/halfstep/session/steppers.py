@@ -6,7 +6,6 @@ numbers mean (scales, ranks, outcomes) is decided there, never here.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -29,7 +28,7 @@ from halfstep.gradients.unscale import unscale_
 from halfstep.optim.loading import HasMasters
 from halfstep.optim.masters import MasterWeights, weight_of
 from halfstep.policy.levels import LOW_DTYPES
-from halfstep.trees import gradients_of, parameters_of
+from halfstep.trees import gradients_of, needs_closure, parameters_of
 
 
 def weights_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -175,8 +174,7 @@ class TorchStepper(Stepper):
     ) -> None:
         super().__init__(optimizer, norm_group)
         self._masters, self._ordered = masters, ordered
-        closure = inspect.signature(optimizer.step).parameters.get("closure")
-        self._needs_closure = closure is not None and closure.default is inspect.Parameter.empty
+        self._needs_closure = needs_closure(optimizer)
 
     def has_gradients(self) -> bool:
         """Whether there is anything to step on; a master's own gradient would be widened by the look."""

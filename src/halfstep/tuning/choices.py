@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 from math import isfinite
 
 import torch
-from torch import Tensor
 
-from halfstep.formats import dtype_name, parse_dtype
+from halfstep.formats import parse_dtype
 from halfstep.policy.plan import Plan
 from halfstep.ratios import speed_in_words
 
@@ -40,15 +39,13 @@ class LevelChoice:
     level: str
     dtype: str | None = None
     layout: str = "keep"
-    kernels: str | None = None
     rules: Plan = field(default_factory=Plan.empty)
 
     @property
     def label(self) -> str:
-        """`O2 bf16`, with layout, kernels and plan where they are not the plain ones."""
+        """`O2 bf16`, with layout and plan where they are not the plain ones."""
         words = [self.level, self.dtype or ""]
         words += [self.layout if self.layout != "keep" else ""]
-        words += [f"{self.kernels} kernels" if self.kernels else ""]
         words += [f"plan of {len(self.rules)}" if self.rules.rules else ""]
         return " ".join(word for word in words if word)
 
@@ -80,6 +77,11 @@ class Trial:
         return sorted(self.seconds)[(len(self.seconds) - 1) // 4] if self.seconds else float("inf")
 
     @property
+    def usable(self) -> bool:
+        """Whether it was measured and is near fp32's numbers."""
+        return self.failed is None and self.too_far is None
+
+    @property
     def too_far(self) -> str | None:
         """Which bound the step breaks, or None."""
         if self.choice.dtype is None:
@@ -105,78 +107,33 @@ def loss_bound(dtype: str) -> float:
     return LOSS_ULPS * _ulp(dtype)
 
 
-def distance(
-    loss: float | None,
-    gradients: Sequence[Tensor | None],
-    base_loss: float | None,
-    base_gradients: Sequence[Tensor | None],
-) -> tuple[float | None, float | None]:
-    """How far a loss and gradients (by parameter, unscaled) are from the base's, relative to the base's."""
-    apart = None
-    if loss is not None and base_loss is not None:
-        apart = abs(loss - base_loss) / max(abs(base_loss), 1e-12)
-    pairs = [(a, b) for a, b in zip(gradients, base_gradients) if a is not None and b is not None]
-    whole = sum(float(b.double().square().sum()) for _, b in pairs)
-    if not whole:
-        return apart, None
-    return apart, (sum(float((a - b).double().square().sum()) for a, b in pairs) / whole) ** 0.5
-
-
 def _ulp(dtype: str) -> float:
     return torch.finfo(parse_dtype(dtype)).eps / 2
 
 
-@dataclass(frozen=True)
-class Decision:
-    """The trial that was taken, and why, in a sentence."""
-
-    trial: Trial
-    reason: str
-
-
-def decide(trials: Sequence[Trial]) -> Decision:
-    """Take the fastest trial that is near the first one's numbers, and the first where none is worth it.
+def decide(trials: Sequence[Trial]) -> tuple[LevelChoice, str]:
+    """The fastest that is near the first one's numbers, or the first where none is worth it; and why.
 
     The first is what there is without a choice (fp32, as a rule); earlier ones are plainer than later ones.
     """
     base, others = trials[0], trials[1:]
-    usable = [t for t in others if t.failed is None and t.too_far is None and t.seconds]
-    known = "fp32" if base.choice.dtype is None else base.choice.label
+    usable = [t for t in others if t.usable]
+    refused = [f"{t.choice.label}: {t.failed or t.too_far}" for t in others if not t.usable]
     if others and all(t.failed == NO_TIME for t in others):
-        return Decision(base, f"{base.choice.label}: {_NOTHING_ELSE}")
+        why = "nothing else was measured in the time there was; give more by seconds= (--seconds)"
+        return base.choice, f"{base.choice.label}: {why}"
     if not usable:
-        return Decision(base, f"{base.choice.label}: nothing else can be used{_and(_refusals(others))}")
+        return base.choice, "; ".join([f"{base.choice.label}: nothing else can be used", *refused])
+    known = "fp32" if base.choice.dtype is None else base.choice.label
     best = min(usable, key=lambda t: t.time)
     share = best.time / base.time
     speed = speed_in_words(share)
     times = f"({best.time * 1e3:.4g} ms a step against {base.time * 1e3:.4g} ms)"
     if share > WORTH:
-        return Decision(
-            base,
-            f"{base.choice.label}: nothing here is faster than {known}; the best other setting, "
-            f"{best.choice.label}, is {speed} {times}{_and(_refusals(others))}",
-        )
-    return Decision(
-        best,
-        f"{best.choice.label}: {speed} than {known} {times}{_and(_distance(best))}{_and(_refusals(others))}",
-    )
-
-
-def _and(text: str) -> str:
-    return f"; {text}" if text else ""
-
-
-def _distance(trial: Trial) -> str:
-    if trial.gradient_error is None or trial.choice.dtype is None:
-        return ""
-    name = dtype_name(parse_dtype(trial.choice.dtype))
-    limit = gradient_bound(trial.choice.dtype)
-    return f"relative gradient error {trial.gradient_error:.2g} (allowed {limit:.2g} in {name})"
-
-
-_NOTHING_ELSE = "nothing else was measured in the time there was; give more by seconds= (--seconds)"
-
-
-def _refusals(trials: Sequence[Trial]) -> str:
-    said = [f"{t.choice.label}: {t.failed or t.too_far}" for t in trials if t.failed or t.too_far]
-    return "; ".join(said)
+        why = f"nothing here is faster than {known}; the best other setting, {best.choice.label}, is"
+        return base.choice, "; ".join([f"{base.choice.label}: {why} {speed} {times}", *refused])
+    said, dtype = [f"{best.choice.label}: {speed} than {known} {times}"], best.choice.dtype
+    if best.gradient_error is not None and dtype is not None:
+        allowed = f"allowed {gradient_bound(dtype):.2g} in {dtype}"
+        said.append(f"relative gradient error {best.gradient_error:.2g} ({allowed})")
+    return best.choice, "; ".join([*said, *refused])

@@ -23,9 +23,10 @@ from halfstep.distributed import gather
 from halfstep.distributed.reduce import Group
 from halfstep.errors import ConfigError, HalfstepError, HalfstepWarning
 from halfstep.numerics.snapshot import Snapshot, StepParticipants
+from halfstep.optim.master_link import weight_of
 from halfstep.torch_private import pytree
-from halfstep.tuning.budget import Budget
-from halfstep.tuning.choices import NO_TIME, LevelChoice, Trial, distance
+from halfstep.trees import parameters_of
+from halfstep.tuning.choices import NO_TIME, LevelChoice, Trial
 from halfstep.tuning.op_times import StepTimes, step_times
 
 Step = Callable[..., Any]
@@ -37,14 +38,71 @@ SKIPS = 24
 
 @dataclass
 class FirstStep:
-    """What the first taken step of a choice showed: loss, and the gradients by parameter, unscaled."""
+    """What the first taken step of a choice showed: loss, and gradients by optimizer and place, unscaled."""
 
     loss: float | None = None
-    gradients: dict[Tensor, Tensor] = field(default_factory=dict[Tensor, Tensor])
+    gradients: dict[tuple[int, int], Tensor] = field(default_factory=dict[tuple[int, int], Tensor])
+
+    def listen(self, session: Any, optimizer: torch.optim.Optimizer) -> None:
+        """Keep the gradients of a step that begins; an early listener of a session."""
+        number = next(i for i, known in enumerate(session.optimizers) if known is optimizer)
+        self.keep(optimizer, session.loss_scale.read(), number)
+
+    def keep(self, optimizer: torch.optim.Optimizer, scale: float = 1.0, number: int = 0) -> None:
+        """Keep the gradients that an optimizer's parameters have."""
+        for place, p in enumerate(parameters_of(optimizer)):
+            gradient = weight_of(p).grad
+            if gradient is not None:
+                self.gradients[number, place] = gradient.detach().float() / scale
+
+    def distance(self, base: FirstStep) -> tuple[float | None, float | None]:
+        """How far loss and gradients are from the base's, relative to these; None where there are none."""
+        apart = None
+        if self.loss is not None and base.loss is not None:
+            apart = abs(self.loss - base.loss) / max(abs(base.loss), 1e-12)
+        pairs = [(self.gradients[key], b) for key, b in base.gradients.items() if key in self.gradients]
+        whole = sum(float(b.double().square().sum()) for _, b in pairs)
+        if not whole:
+            return apart, None
+        return apart, (sum(float((a - b).double().square().sum()) for a, b in pairs) / whole) ** 0.5
+
+
+class Budget:
+    """What is left of the `seconds` that measuring may take, and what a step of each choice was last seen to
+    take of them, by the wall clock.
+
+    Every rank of `group` asks in the same order and hears the first one's answer.
+    """
+
+    def __init__(self, seconds: float, group: Group | None = None) -> None:
+        self._seconds, self.group = seconds, group
+        self._steps: dict[str, float] = {}
+        self.begin()
+
+    def begin(self) -> None:
+        """Count from now."""
+        self._until = time.perf_counter() + self._seconds
+
+    def left(self) -> float:
+        """Seconds that are left; below 0 where too many were spent."""
+        return float(self.of_first_rank(self._until - time.perf_counter()))
+
+    def saw(self, label: str, seconds: float) -> None:
+        """Note what a step of a choice took."""
+        self._steps[label] = seconds
+
+    def affords(self, label: str, steps: int) -> bool:
+        """Whether so many steps of a choice fit; one never seen is taken to be as fast as the first seen."""
+        first = next(iter(self._steps.values()), 0.0)
+        return self.left() > float(self.of_first_rank(steps * self._steps.get(label, first)))
+
+    def of_first_rank(self, value: Any) -> Any:
+        """The first rank's value, on every rank; every rank must ask."""
+        return gather(value, self.group)[0]
 
 
 class Bench:
-    """The models, optimizers and step that choices are tried on; `close()` puts everything back."""
+    """The models, optimizers and step that choices are tried on; each leaves everything as it was."""
 
     def __init__(
         self,
@@ -56,10 +114,9 @@ class Bench:
         seconds: float,
         group: Group | None = None,
     ) -> None:
-        self.models, self.optimizers = list(models), list(optimizers)
+        self.models = list(models)
         self._step, self._batch, self._make = step, tuple(batch), make
         self._start = Snapshot(StepParticipants(step, [*models, *optimizers]))
-        self._owned = [[p for g in o.param_groups for p in g["params"]] for o in optimizers]
         self._device = next((p.device for m in models for p in m.parameters()), torch.device("cpu"))
         self.budget = Budget(seconds, group)
         self._clock = clock_of(self._device)
@@ -84,7 +141,12 @@ class Bench:
         return self._step(session, *self._batch)
 
     def first(self, choice: LevelChoice) -> Trial:
-        """Take a few steps of a choice: is it possible, near fp32's numbers, and not hopelessly slow?"""
+        """Take a few steps of a choice: is it possible, near fp32's numbers, and not hopelessly slow?
+
+        Three steps like those seen before must fit into what is left.
+        """
+        if self._bases and not self.budget.affords(choice.label, 3):
+            return Trial(choice, failed=NO_TIME)
         return together(gather(self._first(choice), self.budget.group))
 
     def _first(self, choice: LevelChoice) -> Trial:
@@ -97,15 +159,14 @@ class Bench:
                 left = self.budget.left()
                 probed = measurements.probes > probes  # only a first step measures kernels
                 slow = not begins and (left <= 0 or (not probed and spent > max(1.0, left)))
-                slow = self.budget.of_first_rank(slow)
+                if self.budget.of_first_rank(slow):
+                    return Trial(choice, failed=NO_TIME)
                 # The least of two steps: the first ones may compile.
-                taken = () if slow else (min(self._timed(session, choice) for _ in range(2)),)
-            if slow:
-                return Trial(choice, failed=NO_TIME)
+                taken = min(self._timed(session, choice) for _ in range(2))
             if begins:
                 self._bases[choice.layout], self._plain = seen, choice
                 self.budget.begin()  # kernels that compile are not measuring
-            return Trial(choice, taken, *self._errors(choice, seen))
+            return Trial(choice, (taken,), *self._errors(choice, seen))
         except (HalfstepError, RuntimeError, TypeError, ValueError) as error:
             return Trial(choice, failed=" ".join(str(error).split())[:200])
 
@@ -114,33 +175,24 @@ class Bench:
         plain = replace(self._plain, layout=choice.layout)
         if choice == plain and choice.layout not in self._bases:
             self._bases[choice.layout] = seen
-            far = _apart(seen, self._bases[self._plain.layout])
+            far = seen.distance(self._bases[self._plain.layout])
             return (None, None) if all(e is None or math.isfinite(e) for e in far) else far
         if choice.layout not in self._bases:
             with self.entered(plain) as session:
                 self._bases[choice.layout] = self._look(session)
-        return _apart(seen, self._bases[choice.layout])
+        return seen.distance(self._bases[choice.layout])
 
     def _look(self, session: Any) -> FirstStep:
         """Step until one is taken, and note what it computed."""
-        seen = FirstStep()
-
-        def listen(session: Any, optimizer: torch.optim.Optimizer) -> None:
-            index = next(i for i, o in enumerate(self.optimizers) if o is optimizer)
-            scale = session.loss_scale.read()
-            for p in self._owned[index]:
-                if p.grad is not None:
-                    seen.gradients[p] = p.grad.detach().float() / scale
-
-        result: Any = None
-        session.early_listeners.append(listen)
+        seen, result = FirstStep(), None
+        session.early_listeners.append(seen.listen)
         try:
             for _ in range(SKIPS):
                 result = self.run(session)
                 if session.history and bool(session.history[-1].taken):
                     break
         finally:
-            session.early_listeners.remove(listen)
+            session.early_listeners.remove(seen.listen)
         if not session.history:
             raise ConfigError("it ends without amp.step(); a step is forward, amp.backward(loss), amp.step()")
         scalars = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor) and t.numel() == 1]
@@ -174,10 +226,6 @@ class Bench:
         self.budget.saw(choice.label, time.perf_counter() - began)
         return taken
 
-    def close(self) -> None:
-        """Put everything back as it was when the bench was made."""
-        self._start.restore()
-
 
 def together(trials: Sequence[Trial]) -> Trial:
     """One trial for all ranks: rank 0's times, the largest distances, and failed where any rank failed."""
@@ -190,12 +238,6 @@ def _worst(errors: Sequence[float | None]) -> float | None:
     """The largest, with NaN above all."""
     known = [e for e in errors if e is not None]
     return max(known, key=lambda e: float("inf") if e != e else e, default=None)
-
-
-def _apart(seen: FirstStep, base: FirstStep) -> tuple[float | None, float | None]:
-    """The distance of loss and gradients from the base's."""
-    mine, theirs = ([s.gradients.get(p) for p in base.gradients] for s in (seen, base))
-    return distance(seen.loss, mine, base.loss, theirs)
 
 
 def clock_of(device: torch.device) -> Callable[[], float]:

@@ -20,10 +20,10 @@ from halfstep.errors import ConfigError
 from halfstep.formats import parse_dtype
 from halfstep.policy.plan import Plan
 from halfstep.policy.settings import Measured, Settings
-from halfstep.tuning.choices import NO_TIME, Decision, LevelChoice, Trial, decide
+from halfstep.ratios import number
+from halfstep.tuning.choices import LevelChoice, Trial, decide
 from halfstep.tuning.engine import Bench, Step
-from halfstep.tuning.flow import flow_of
-from halfstep.tuning.modules import cast_cost, plan_by_module
+from halfstep.tuning.modules import cast_cost, flow_of, plan_by_module
 
 #: Seconds of measuring at most.
 SECONDS = 60.0
@@ -46,23 +46,14 @@ CLOSE_TURNS = 3
 class Tuning:
     """What was tried on this machine and what came of it.
 
-    `plan` is what `hs.prepare(plan=...)` takes, `reason` says why in a sentence, `trials` holds the
-    measurements, `seconds` what they took.
+    `choice` was taken, `reason` says why in a sentence, with the measured times; `plan` is what
+    `hs.prepare(plan=...)` takes. `trials` holds the measurements, `seconds` what they took.
     """
 
     trials: tuple[Trial, ...]
-    decision: Decision
+    choice: LevelChoice
+    reason: str
     seconds: float
-
-    @property
-    def choice(self) -> LevelChoice:
-        """The choice that was taken."""
-        return self.decision.trial.choice
-
-    @property
-    def reason(self) -> str:
-        """Why, with the measured times."""
-        return self.decision.reason
 
     @property
     def plan(self) -> Plan:
@@ -72,7 +63,6 @@ class Tuning:
             level=choice.level,
             dtype=None if choice.dtype is None else parse_dtype(choice.dtype),
             layout=choice.layout,
-            kernels=choice.kernels,
             reason=self.reason,
             measured=tuple(map(_measured, self.trials)),
         )
@@ -83,7 +73,10 @@ class Tuning:
         return self.plan.to_toml()
 
     def __str__(self) -> str:
-        lines = [f"{row.setting:32} {_time(row):>9}  {row.note}" for row in map(_measured, self.trials)]
+        lines = [
+            f"{row.setting:32} {number(row.milliseconds, '{:,.4g} ms'):>9}  {row.note}"
+            for row in map(_measured, self.trials)
+        ]
         return "\n".join([*lines, self.reason])
 
 
@@ -91,10 +84,6 @@ def _measured(trial: Trial) -> Measured:
     note = trial.failed or trial.too_far or ""
     seen = trial.time * 1e3 if trial.seconds else None
     return Measured(trial.choice.label, seen, trial.loss_error, trial.gradient_error, note)
-
-
-def _time(row: Measured) -> str:
-    return "" if row.milliseconds is None else f"{row.milliseconds:,.4g} ms"
 
 
 def search(
@@ -120,76 +109,51 @@ def search(
     began = time.perf_counter()
     relayout = relayout and bool(convolution_weights(models))
     bench = Bench(models, optimizers, step, batch, make, seconds, group)
-    try:
-        if level is None:
-            trials = _search(bench, dtype, device, relayout, by_module)
-        else:
-            trials = _layouts(bench, LevelChoice(level, dtype if level != "O0" else None), relayout)
-    finally:
-        bench.close()
+    plain = LevelChoice("O0") if level in (None, "O0") else LevelChoice(level, dtype)
+    others = [LevelChoice(name, dtype) for name in ("O1", "O2")] if level is None else []
+    trials = _search(bench, plain, others, device, relayout, by_module and level is None)
     if trials[0].failed is not None:
         raise ConfigError(f"no step can be taken at {trials[0].choice.label}: {trials[0].failed}")
     trials = bench.budget.of_first_rank(trials)
-    return Tuning(tuple(trials), decide(trials), time.perf_counter() - began)
+    return Tuning(tuple(trials), *decide(trials), time.perf_counter() - began)
 
 
-def _layouts(bench: Bench, choice: LevelChoice, relayout: bool) -> list[Trial]:
-    trials = [bench.first(choice)]
-    if relayout and trials[0].failed is None:
-        trials.append(_first(bench, replace(choice, layout="channels_last")))
-    return _turns(bench, trials, LAST_ROUNDS, HOPELESS)
-
-
-def options_of(choice: LevelChoice) -> dict[str, Any]:
-    """The arguments of `prepare` that a choice stands for."""
-    found: dict[str, Any] = {"level": choice.level, "dtype": choice.dtype, "layout": choice.layout}
-    if choice.rules.rules:
-        found["plan"] = choice.rules
-    if choice.kernels is not None:
-        found["kernels"] = choice.kernels
-    return found
-
-
-def _search(bench: Bench, dtype: str, device: torch.device, relayout: bool, by_module: bool) -> list[Trial]:
+def _search(
+    bench: Bench,
+    plain: LevelChoice,
+    others: Sequence[LevelChoice],
+    device: torch.device,
+    relayout: bool,
+    by_module: bool,
+) -> list[Trial]:
     """Try the levels, then channels_last for the two fastest, then plans by module; returns every trial."""
-    trials = [bench.first(LevelChoice("O0"))]
+    trials = [bench.first(plain)]
     if trials[0].failed is not None:
         return trials
-    for level in ("O1", "O2"):
-        trials.append(_first(bench, LevelChoice(level, dtype)))
+    trials += [bench.first(choice) for choice in others]
     for one in _best(bench, trials, 2) if relayout else ():
-        trials.append(_first(bench, replace(one.choice, layout="channels_last")))
+        trials.append(bench.first(replace(one.choice, layout="channels_last")))
     trials = _turns(bench, trials, FIRST_ROUNDS, HOPELESS)
     if by_module:
-        trials += [_first(bench, choice) for choice in _by_module(bench, trials, device)]
+        trials += [bench.first(choice) for choice in _by_module(bench, trials, device)]
     trials = _turns(bench, trials, LAST_ROUNDS, NEAR)
     for _ in range(CLOSE_TURNS):
         trials = _turns(bench, trials, LAST_ROUNDS, CLOSE)
-        best = min(t.time for t in _usable(trials))
-        if bench.budget.of_first_rank(sum(t.time <= CLOSE * best for t in _usable(trials)) < 2):
+        times = sorted(t.time for t in trials if t.usable)
+        if bench.budget.of_first_rank(not any(time <= CLOSE * times[0] for time in times[1:])):
             break
     return trials
-
-
-def _first(bench: Bench, choice: LevelChoice) -> Trial:
-    """The first steps of a choice; three of those seen before must fit into what is left."""
-    return bench.first(choice) if bench.budget.affords(choice.label, 3) else Trial(choice, failed=NO_TIME)
-
-
-def _usable(trials: Sequence[Trial]) -> list[Trial]:
-    return [t for t in trials if t.failed is None and t.too_far is None]
 
 
 def _best(bench: Bench, trials: Sequence[Trial], count: int) -> list[Trial]:
     """The fastest usable trials as rank 0 saw them."""
     order = sorted(range(len(trials)), key=lambda i: trials[i].time)
-    usable = _usable(trials)
-    return [trials[i] for i in bench.budget.of_first_rank(order) if trials[i] in usable][:count]
+    return [trials[i] for i in bench.budget.of_first_rank(order) if trials[i].usable][:count]
 
 
 def _turns(bench: Bench, trials: list[Trial], rounds: int, near: float) -> list[Trial]:
     """Time what is within `near` of the best, and fp32, in turns."""
-    best = min((t.time for t in _usable(trials)), default=float("inf"))
+    best = min((t.time for t in trials if t.usable), default=float("inf"))
     chosen = bench.budget.of_first_rank(
         [i for i, t in enumerate(trials) if i == 0 or (t.failed is None and t.time <= near * best)]
     )
@@ -205,7 +169,7 @@ def _by_module(bench: Bench, trials: Sequence[Trial], device: torch.device) -> l
         return []
     found: list[LevelChoice] = []
     for level in ("O1", "O2"):
-        own = [t for t in _usable(trials) if t.choice.level == level and t.choice.dtype]
+        own = [t for t in trials if t.usable and t.choice.level == level and t.choice.dtype]
         for trial in _best(bench, own, 1):
             if not bench.budget.affords(trial.choice.label, PROFILED):
                 return found
