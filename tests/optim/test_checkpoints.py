@@ -11,6 +11,7 @@ from torch import nn
 
 from halfstep.errors import CheckpointError, ConfigError
 from halfstep.optim import SGD, Adam, AdamW, Lion, fp32_state_dict, rounding
+from halfstep.session import prepare
 
 BF16, FP16 = torch.bfloat16, torch.float16
 FORMATS = list(itertools.product(("exact", "fp32", None), ("fp32", "bf16", "8bit")))
@@ -210,22 +211,53 @@ def test_momentum_of_torch_s_sgd_goes_on():
     assert all(torch.allclose(p, q, rtol=1e-5, atol=1e-6) for p, q in zip(ours, theirs))
 
 
+@pytest.mark.parametrize("master", ["exact", "fp32"])
 @pytest.mark.parametrize("state_dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
-def test_ours_goes_through_torch_s_and_comes_back(dtype: torch.dtype, state_dtype: str):
+def test_ours_goes_through_torch_s_and_comes_back(dtype: torch.dtype, state_dtype: str, master: str):
     params = [nn.Parameter(p.detach().to(dtype)) for p in wide()]
-    optimizer = AdamW(params, lr=1e-2, state_dtype=state_dtype)
+    optimizer = AdamW(params, lr=1e-2, state_dtype=state_dtype, master=master)
     steps_of(params, optimizer, 3, 0)
     theirs = torch.optim.AdamW(params)
     theirs.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     assert theirs.param_groups[0]["lr"] == 1e-2
     steps_of(params, theirs, 2, 1)
-    back = AdamW(params, state_dtype=state_dtype)
+    back, trained = AdamW(params, state_dtype=state_dtype, master=master), copy.deepcopy(params)
     back.load_state_dict(theirs.state_dict())
-    for p in params:
+    for p, last in zip(params, trained):
         assert float(back.state[p]["step"]) == 5
-        assert torch.equal(back.master_of(p), p.detach().float())  # torch kept no bits beside the weight
+        assert torch.equal(back.master_of(p), last.detach().float())  # torch kept no bits beside the weight
     steps_of(params, back, 1, 2)
+
+
+@pytest.mark.parametrize("master", ["exact", "fp32"])
+def test_masters_that_torch_s_left_behind_are_not_those_of_weights_loaded_before(master: str):
+    model = nn.Linear(8, 4)
+    optimizer = AdamW(model.parameters(), master=master)
+    prepare(model, optimizer, level="O2", dtype="bf16")
+    optimizer.init_states()
+    plain = nn.Linear(8, 4)
+    theirs = torch.optim.AdamW(plain.parameters(), lr=0.1)
+    theirs.load_state_dict(optimizer.state_dict())
+    plain(torch.ones(8)).sum().backward()
+    theirs.step()
+    model.load_state_dict(plain.state_dict())
+    optimizer.load_state_dict(theirs.state_dict())
+    assert all(torch.equal(p, q) for p, q in zip(optimizer.masters().values(), plain.parameters()))
+
+
+def test_lacking_bits_know_their_fp16_weight_where_that_of_bf16_has_the_same_sum():
+    model, other = nn.Linear(2, 1, bias=False), nn.Linear(2, 1, bias=False)
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[1 + 2**-10 + 2**-20, 1 + 7 * 2**-10]]))  # rounds down, and up
+    optimizers = [AdamW(m.parameters()) for m in (model, other)]
+    for m, optimizer, dtype in zip((model, other), optimizers, ("fp16", "bf16")):
+        prepare(m, optimizer, level="O2", dtype=dtype)
+    optimizers[0].init_states()
+    other.load_state_dict(model.state_dict())
+    optimizers[1].load_state_dict(optimizers[0].state_dict())
+    (ours,), (theirs,) = (optimizer.masters().values() for optimizer in optimizers)
+    assert torch.equal(ours, theirs)
 
 
 def test_8_bit_codes_are_not_taken_for_moments_by_torch_s():

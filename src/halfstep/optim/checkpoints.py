@@ -32,9 +32,11 @@ MASTERS = "masters"
 """What `MasterWeights` saves: fp32 masters by name."""
 PLACES = "master_places"
 """Beside `masters`: which parameter of the optimizer each is of, counted over all groups."""
+KEPT = "kept_by_halfstep"
+"""Beside an fp32 master: torch's optimizers, which leave a master behind as they train, make it a float."""
 WIDE = torch.int32
 """What lacking bits of shards are saved as: no backend gathers 16-bit integers."""
-_OF_ENTRIES = ("step", "master", "lacking", "weight")
+_OF_ENTRIES = ("step", "master", "lacking", "weight", KEPT)
 _EXACTLY = (L.PLAIN, *storage.EXACT, *storage.WITH_MASTER)
 _DTYPES = {L.BF16: torch.bfloat16, L.FP16: torch.float16}
 
@@ -42,6 +44,8 @@ _DTYPES = {L.BF16: torch.bfloat16, L.FP16: torch.float16}
 def pack(entry: Mapping[str, Any], p: Tensor) -> dict[str, Any]:
     """An entry of the state as a checkpoint holds it."""
     weight, packed = local_of(p), {key: value for key, value in entry.items() if key != "weight"}
+    if "master" in packed:
+        packed[KEPT] = torch.zeros((), dtype=WIDE)
     if "lacking" not in packed:
         return packed
     if weight.dtype not in _DTYPES.values():  # made wider since the last step, which ended its master
@@ -87,9 +91,7 @@ def restore(
     keys = ("step", *algorithm.states, *(key + EXPONENTS for key in algorithm.states))
     state: Group = {key: torch.as_tensor(saved[key]).clone() for key in keys if saved.get(key) is not None}
     trains, lacking, value = p.requires_grad or bool(state), saved.get("lacking"), None
-    if lacking is not None and lacking.dtype != torch.int16:
-        pass  # torch's optimizers cast these bits, and do not keep them in step with the weight
-    elif not has_master(saved):
+    if not has_master(saved):
         value = None if present is None else local_of(present())
     elif kind not in _EXACTLY and "master" not in saved and _dtype_of(saved, p) != p.dtype:
         pass  # there is no place for them, and the weight is the model's
@@ -111,9 +113,12 @@ def restore(
 
 
 def has_master(saved: Mapping[str, Any]) -> bool:
-    """Whether a saved entry says which fp32 weight it belongs to."""
-    lacking = saved.get("lacking")
-    return "master" in saved or (lacking is not None and lacking.dtype in (torch.int16, WIDE))
+    """Whether a saved entry says which fp32 weight it belongs to.
+
+    Not where one of torch's optimizers, which train the weight alone, has had it since: they cast integers.
+    """
+    known = saved.get(KEPT) if "master" in saved else saved.get("lacking")
+    return known.dtype in (torch.int16, WIDE) if known is not None else "master" in saved
 
 
 def _check_entry(name: str, saved: Mapping[str, Any], p: Tensor, algorithm: Algorithm) -> None:
@@ -153,7 +158,7 @@ def master_value(
     """
     if not has_master(saved):
         return None
-    values, here = [p, *([] if present is None else [local_of(present())])], p.dtype
+    values, here = [*([] if present is None else [local_of(present())]), p], p.dtype  # the exact one first
     if "master" in saved:
         dtype, value = torch.float32, cast(Tensor, saved["master"]).to(p.device)
         fitting = [own for own in values if not alone or _of_one_weight(own, value)]

@@ -21,7 +21,7 @@ from halfstep.policy.levels import LOW_DTYPES
 from halfstep.torch_private import has_load_hooks, is_traceable_wrapper_subclass
 from halfstep.trees import parameters_of
 
-_OWN = ("master", "lacking", "weight")
+_OWN = ("master", "lacking", "weight", checkpoints.KEPT)
 _SIGNED = ("exp_avg", "momentum_buffer")
 
 

@@ -27,6 +27,7 @@ from halfstep.distributed import local_of, rank, world_size
 from halfstep.distributed.reduce import Group
 from halfstep.errors import CheckpointError, HalfstepWarning, UnsupportedError
 from halfstep.names import fqns
+from halfstep.optim.checkpoints import KEPT
 from halfstep.optim.masters import holder_of, holders_of, weight_of
 from halfstep.optim.shards import as_shard
 from halfstep.session.steppers import weights_of
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
 #: What is not a weight in the files begins with a dot, which no parameter's name does.
 _OWN = (".optimizer.", ".rank.", ".rest.")
 _OWN_IN_FORMAT_1 = ("optimizer.", "rank.", "rest.")
-_DERIVED = {"master", "lacking", "weight"}
+_DERIVED = {"master", "lacking", "weight", KEPT}
 
 
 @dataclass(frozen=True)
