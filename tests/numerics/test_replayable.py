@@ -260,3 +260,21 @@ def test_a_long_history_does_not_hide_a_bad_step():
     for batch in batches(bad_at=4):
         replay.run(step, *batch)
     assert [number for number, _ in replay.traces] == [5]
+
+
+def test_the_forward_of_a_closure_is_no_part_of_the_optimizer():
+    model, x = nn.Linear(4, 1), torch.full((2, 4), 12.0)
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = (torch.exp(x).half() * model(x)).float().mean()  # too large
+        loss.backward()
+        return loss
+
+    def step():
+        return optimizer.step(closure)
+
+    bad = trace_step(step, model=model, optimizer=optimizer, try_cures=False).bad
+    assert bad.phase == "forward"
+    assert not any(cure.kind == "masters" for cure in bad.cures)

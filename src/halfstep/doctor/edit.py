@@ -528,7 +528,8 @@ def _unplanned(fault: Fault, rules: Sequence[PlanRule]) -> str:
     if not rules:
         kind = fault.cause.kind
         return f"{number} ({kind}): a plan says in which precision the ops of a module run"
-    return f"{number}: {rules[-1].pattern} in fp32 alone does not cure it, or no hs.prepare reads one"
+    part = "the whole model" if rules[-1].pattern == "**" else rules[-1].pattern
+    return f"{number}: {part} in fp32 does not cure it, or no hs.prepare is there to read a plan"
 
 
 def _with_rule(plan: Plan, rule: PlanRule) -> Plan:

@@ -445,7 +445,7 @@ def _full(node: Node, parts: StepParticipants) -> Cure:
 
 def to_bf16(parts: StepParticipants, in_region: bool = False) -> Cure:
     """Compute in bf16 instead of fp16; `in_region`: whether autocast is what chose fp16."""
-    text = "use bf16 in place of fp16 throughout: the range of fp32, no loss scale needed"
+    text = "use bf16 in place of fp16 throughout, .half() too: the range of fp32, no loss scale needed"
     return _cure((("bf16",), text, terms_of(parts, in_region).bf16))
 
 

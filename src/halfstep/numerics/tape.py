@@ -374,7 +374,7 @@ class Tape(TorchDispatchMode):
         self._locations: dict[int, list[tuple[str, OpLocation]]] = {}
         self._lines: dict[str, OpLocation] = {}
         self._observers = tuple(observers)
-        self._steps = 0
+        self._steps: list[bool] = []  # of optimizers under way: whether a closure was given
         self.rates: list[float] = []
         self.calls: list[tuple[Any, int, bool]] = []
         self.call_count = 0
@@ -402,12 +402,12 @@ class Tape(TorchDispatchMode):
         self._made.clear()
         self._running.clear()
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        self._steps += 1
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._steps.append(any(map(callable, (*args, *kwargs.values()))))
         self.rates += [float(g["lr"]) for g in optimizer.param_groups if "lr" in g]
 
     def _after_step(self, *_: object) -> None:
-        self._steps -= 1
+        self._steps.pop()
 
     def _learn(self, root: nn.Module) -> None:
         """Names a tree of modules, the first with weights without a prefix, and follows its gradients."""
@@ -459,7 +459,8 @@ class Tape(TorchDispatchMode):
                 self.root_amax = max(self.root_amax, float(amax(loss)) if loss.numel() == 1 else 0.0)
 
     def _phase(self, found: str) -> str:
-        if self._steps:
+        in_closure = self._steps[-1:] == [True] and (torch.is_grad_enabled() or graph_task() != -1)
+        if self._steps and not in_closure:
             return "optimizer"
         if graph_task() != -1:
             self.backward_seen = True
