@@ -190,7 +190,10 @@ def _plan(file: Path | None) -> Plan | None:
     """The rules of a file; ConfigError where it holds a level as well, which only hs.prepare reads."""
     plan = None if file is None else Plan.read(file)
     if plan is not None and plan.settings is not None:
-        raise ConfigError(f"--plan {file}: it has [settings] of its own, expected [[rule]] tables alone")
+        raise ConfigError(
+            f"--plan {file}: its [settings], as `halfstep tune` writes them, are for hs.prepare(plan=...); "
+            "here --level and --dtype say them: give a plan of [[rule]] tables alone"
+        )
     return plan
 
 

@@ -275,7 +275,8 @@ class Trainer:
         device: where to train; None leaves the model where it is.
         clip_norm: the norm to which gradients are clipped; None clips nothing.
         scheduler: a learning-rate scheduler, which advances on steps that are taken.
-        accumulate: the number of batches that make one step; they are fetched before it begins.
+        accumulate: the number of batches that make one step; they are fetched before it begins. What is left
+            of a pass goes into the first step of the next one, and is not trained on in the last.
         metrics: functions (output, target) -> 0-d mean by name, for `evaluate`.
         callbacks: objects with the methods of `Callback`.
         loggers: objects with `log(step, values)`.
@@ -378,7 +379,9 @@ class Trainer:
         epochs: int | None = None,
         resume: bool = False,
     ) -> History:
-        """Train until step number `steps`, or for `epochs` passes of a loader with a length.
+        """Train until step number `steps`, or until `epochs` passes of a loader with a length, in all.
+
+        Both count from the first `fit`: one that has got there already trains nothing.
 
         Raises DataError for a batch with inf or NaN (before it touches the weights), an empty loader, or (on
         every rank, before the first step) ranks with batches for different numbers of steps; and
@@ -467,6 +470,7 @@ class Trainer:
                         values = {"loss": self.loss_fn(output, y)}
                     values |= {name: metric(output, y) for name, metric in self.metrics.items()}
                     for name, value in values.items():
+                        value = torch.as_tensor(value, device=self.device)
                         if value.numel() != 1:
                             raise ConfigError(
                                 f"{name} has shape {tuple(value.shape)}, expected one number a batch (mean())"
