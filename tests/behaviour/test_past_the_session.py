@@ -370,7 +370,11 @@ def test_a_layer_made_orthogonal_stays_fp32_by_a_plan():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     plan = hs.Plan([hs.PlanRule("0", dtype="fp32")])
     amp = hs.prepare(model, optimizer, level="O2", dtype="bf16", plan=plan)
+    before = [p.detach().clone() for p in model.parameters()]
     train(model, amp, 2)
+    assert [p.dtype for p in model[0].parameters()] == [torch.float32] * 2
+    assert model[1].weight.dtype == torch.bfloat16
+    assert not any(torch.equal(p, q) for p, q in zip(model.parameters(), before))
 
 
 # --- said in our own words ---------------------------------------------------------------------------------
