@@ -80,6 +80,14 @@ def test_evaluation_is_a_weighted_mean_and_leaves_the_mode():
         trainer.evaluate([])
 
 
+def test_a_metric_may_be_a_python_number_and_what_is_left_of_a_pass_goes_on():
+    trainer = make(metrics={"hits": lambda output, y: int((output.argmax(1) == y).sum())}, accumulate=2)
+    history = trainer.fit([(X, Y)] * 3, epochs=3)  # 9 batches
+    assert len(history.steps) == 4
+    assert 0 <= trainer.evaluate([(X, Y)])["hits"] <= len(X)
+    assert trainer.fit([(X, Y)] * 3, epochs=3).steps == []  # in all, not once more
+
+
 def test_a_metric_of_each_sample_is_refused_by_name():
     trainer = make(metrics={"hits": lambda output, y: (output.argmax(1) == y).float()})
     with pytest.raises(ConfigError, match=r"hits has shape \(\d+,\), expected one number"):

@@ -277,7 +277,7 @@ class Trainer:
         scheduler: a learning-rate scheduler, which advances on steps that are taken.
         accumulate: the number of batches that make one step; they are fetched before it begins. What is left
             of a pass goes into the first step of the next one, and is not trained on in the last.
-        metrics: functions (output, target) -> 0-d mean by name, for `evaluate`.
+        metrics: functions (output, target) -> 0-d or Python mean by name, for `evaluate`.
         callbacks: objects with the methods of `Callback`.
         loggers: objects with `log(step, values)`.
         checkpoints: the folder of checkpoints; None saves nothing. `fit(..., resume=True)` goes on from the

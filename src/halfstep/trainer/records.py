@@ -13,8 +13,8 @@ from halfstep.errors import ConfigError
 if TYPE_CHECKING:
     from halfstep.trainer.loop import Trainer
 
-Metric = Callable[[Tensor, Tensor], Tensor]
-"""(model output, target) -> 0-d tensor, the mean over the batch."""
+Metric = Callable[[Tensor, Tensor], Tensor | float]
+"""(model output, target) -> 0-d tensor or number, the mean over the batch."""
 
 
 def accuracy(output: Tensor, target: Tensor) -> Tensor:
