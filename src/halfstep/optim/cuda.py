@@ -63,8 +63,9 @@ def _room(count: int, device: torch.device) -> Tensor:
 
 
 def _upload(values: Sequence[Any], device: torch.device) -> Tensor:
-    pin = device.type == "cuda"
-    return torch.tensor(values, dtype=torch.int64, pin_memory=pin, device="cpu").to(device, non_blocking=True)
+    host = _room(len(values), device)
+    host.numpy()[:] = values
+    return host.to(device, non_blocking=True)
 
 
 class DeviceTable:
@@ -90,7 +91,7 @@ class DeviceTable:
             host, self._spare = self._spare, None
             if host is None:
                 host = _room(len(values), self._device)
-            host.copy_(torch.tensor(values, dtype=torch.int64, device="cpu"))
+            host.numpy()[:] = values
             there = host.to(self._device, non_blocking=True)
             captured += [host, there]
         if self._spare is None and captured is None:
