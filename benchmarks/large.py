@@ -2,10 +2,10 @@
 
     python benchmarks/large.py [--parameters 4e8] [--rows NAME ...] [--out FILE]
 
-Each row is a process of its own, and each act in it is measured by the clock and by the kernel's count of
-resident memory (`VmHWM`, reset before the act): bytes at rest before the act, the peak during it, bytes at rest
-after it, all in GiB. The model is a stack of square layers, so that its largest tensor is a small part of it.
-Linux only. Writes large.json.
+Each row is a process of its own, and each act in it is measured by the clock and by the kernel's count
+of resident memory (`VmHWM`, reset before the act): bytes at rest before the act, the peak during it, bytes
+at rest after it, all in GiB. The model is a stack of square layers, so that its largest tensor is a small
+part of it. Linux only. Writes large.json.
 """
 
 import argparse
@@ -159,11 +159,11 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             print(json.dumps(Run(given.row, given.parameters).acts(Path(folder))))
         return
-    model = model_of(given.parameters)
-    count = sum(p.numel() for p in model.parameters())
+    models = [model_of(given.parameters)]
+    count = sum(p.numel() for p in models[0].parameters())
     found: dict[str, Any] = {"parameters": count, "fp32_gib": round(count * 4 / GIB, 2)}
-    found["model.bfloat16()"] = measured(lambda: model.bfloat16())
-    del model
+    found["model.bfloat16()"] = measured(models[0].bfloat16)
+    models.clear()
     for row in given.rows:
         command = [sys.executable, __file__, "--parameters", str(given.parameters), "--row", row]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
