@@ -248,7 +248,8 @@ class Session(Setup):
                 stack.enter_context(self._apart(mixed))
             self.state = opened(self.state, self._steppers, indices, loss_id)
             self._nonfinite.backward(loss)
-            self._ranks.narrow_gradients()
+            if self.precision.stores_low:
+                self._ranks.fit_gradients(w for i in indices for w in weights_of(optimizers[i]))
             scale.scale(loss).backward(**kwargs)
 
     @contextmanager
@@ -297,6 +298,7 @@ class Session(Setup):
         """
         index = index_of(self.optimizers, optimizer)
         losses_to_step(self.state, self._steppers[index], index)
+        self._steppers[index].round_sums()
         if not isinstance(self.state.carried[index], NoLossScale) or self._steppers[index].releases:
             self._unscale([index])
 
@@ -309,6 +311,7 @@ class Session(Setup):
         """
         index = index_of(self.optimizers, optimizer)
         losses_to_step(self.state, self._steppers[index], index)
+        self._steppers[index].round_sums()
         carried = self.state.carried[index] or NoLossScale()
         inv_scale = None if isinstance(carried, NoLossScale) else carried.inverse(self.device)
         return self._steppers[index].measure(inv_scale, False)
@@ -357,6 +360,8 @@ class Session(Setup):
                 warnings.warn(text, HalfstepWarning, stacklevel=2)
             for listener in self.early_listeners:
                 listener(self, stepper.optimizer)
+            if self.precision.stores_low:
+                stepper.round_sums()
             inv_scale = None if isinstance(carried, NoLossScale) else carried.inverse(self.device)
             measured, found, losses, unscaled_there = self._update(index, losses, inv_scale, clip_norm)
             report = self._nonfinite.look(stepper.optimizer, found, losses)
