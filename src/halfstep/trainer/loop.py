@@ -42,6 +42,7 @@ from halfstep.numerics.trace import Trace
 from halfstep.session.prepare import prepare
 from halfstep.trainer import earlier
 from halfstep.trainer.records import Callback, History, Logger, Metric, ProgressBar, StepLog
+from halfstep.trees import move_to
 
 # ---- what a Trainer refuses before it touches a weight, on every rank alike ---------------------------
 
@@ -144,7 +145,7 @@ def checked(batch: Any, step: int, device: torch.device) -> tuple[Any, Any]:
                 f"the {part} of the batch for step {step} holds {bad} values of {kind}; "
                 "clean the data, nothing was updated with it"
             )
-    x, y = (v.to(device, non_blocking=True) if isinstance(v, Tensor) else v for v in pair)
+    x, y = (move_to(v, device) if isinstance(v, Tensor) else v for v in pair)
     return x, y
 
 
