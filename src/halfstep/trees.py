@@ -54,7 +54,7 @@ def all_finite(tree: Any) -> Tensor:
     """
     flags = [_finite(t) for t in tensors_in(tree) if is_float_tensor(t)]
     if not flags:
-        return torch.ones((), dtype=torch.bool)
+        return torch.ones((), dtype=torch.bool, device="cpu")
     home = home_device(flags)
     return torch.stack([move_to(flag, home) for flag in flags]).all()
 

@@ -111,7 +111,7 @@ def measure(
     """
     tensors = [t for g in grads if g is not None and (t := dense_values(g.detach())).numel()]
     if not tensors:
-        return GradStats(torch.ones((), dtype=torch.bool), torch.zeros(()), torch.zeros(()))
+        return GradStats(*(torch.tensor(value, device="cpu") for value in (True, 0.0, 0.0)))
     home = home_device(tensors)
     norm = torch.linalg.vector_norm(_norms(tensors, home))
     amax = _peak(tensors, home)

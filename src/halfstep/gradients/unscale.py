@@ -49,7 +49,7 @@ def _stored(grad: Tensor) -> Tensor:
 def any_of(flags: Sequence[Tensor]) -> Tensor:
     """Return the OR of 0-d flags (bool or 0/1, on any devices) as one 0-d bool tensor."""
     if not flags:
-        return torch.zeros((), dtype=torch.bool)
+        return torch.zeros((), dtype=torch.bool, device="cpu")
     if len(flags) == 1:
         return flags[0].reshape(()) != 0
     home = home_device(list(flags))

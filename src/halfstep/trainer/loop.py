@@ -433,7 +433,9 @@ class Trainer:
         """Whether some rank was asked to stop; saves first where SIGTERM asked it."""
         if self.device.type != "cpu" and self.step % self.read_every and world_size() > 1:
             return False  # asking makes an accelerator wait
-        killed, stopped = all_ranks(torch.tensor([bool(self._sigterm), bool(self._stop)])).tolist()
+        killed, stopped = all_ranks(
+            torch.tensor([bool(self._sigterm), bool(self._stop)], device="cpu")
+        ).tolist()
         if killed and self.folder is not None:
             self.amp.wait_until_saved()
             if not self.folder.has(self.step):
