@@ -20,7 +20,7 @@ from halfstep.optim import cuda, reference, rounding
 from halfstep.optim.algorithms import Number, Scalars
 from halfstep.optim.arguments import numbers_of
 from halfstep.optim.bundles import Bundle
-from halfstep.trees import as_float32
+from halfstep.trees import as_float32, move_to
 
 Scalar = float | Tensor | None
 Factor = Scalar | Clip
@@ -90,7 +90,7 @@ def measure_all(grads: list[Tensor], inv_scale: Scalar, backend: str, plans: cud
         name = runner(backend, device)
         if name == "numba":
             found = cpus_.measure(own, number(inv_scale))
-            parts.append(GradStats(*map(torch.tensor, found)))
+            parts.append(GradStats(*(torch.tensor(value, device="cpu") for value in found)))
         else:
             parts.append(plans.measure(own, inv_scale) if name == "triton" else measure(own, inv_scale))
     return combine(parts) if parts else measure([])
@@ -143,7 +143,7 @@ def _scalars(bundle: Bundle, factors: tuple[Scalar, Factor], on_host: bool) -> t
 
 
 def _there(value: float | bool | Tensor, device: torch.device) -> Tensor:
-    return torch.as_tensor(value).to(device, non_blocking=True)
+    return move_to(value, device) if isinstance(value, Tensor) else torch.full((), value, device=device)
 
 
 def _fp32(value: Number) -> Number:

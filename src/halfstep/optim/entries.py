@@ -50,7 +50,7 @@ def _settle_step(entry: Entry, p: Tensor, algorithm: Algorithm, name: str) -> No
     if isinstance(step, Tensor) and step.numel() != 1:
         raise ConfigError(f"the state 'step' of {name} has shape {list(step.shape)}, expected one number")
     if not isinstance(step, Tensor) or step.dtype != torch.float32 or step.dim():
-        step = torch.tensor(0.0 if step is None else float(step), dtype=torch.float32)
+        step = torch.tensor(0.0 if step is None else float(step), dtype=torch.float32, device="cpu")
     entry["step"] = step.to(p.device)
 
 

@@ -47,7 +47,15 @@ from halfstep.scaling.loss_scale import (
 )
 from halfstep.scaling.skips import SkipCount
 from halfstep.torch_private import pytree
-from halfstep.trees import gradients_of, home_device, multiply, parameters_of, reciprocal
+from halfstep.trees import (
+    gradients_of,
+    home_device,
+    move_to,
+    multiply,
+    parameters_of,
+    reciprocal,
+    scalar_on,
+)
 
 _OURS = "halfstep"
 _CONSTANT = DynamicLossScale(growth=1.0, backoff=1.0)
@@ -290,10 +298,10 @@ class GradScaler(torchs.GradScaler):
         self._rule, numbers = rule, _numbers(rule) or _CONSTANT
         scale, clean = self._check_scale_growth_tracker("update")
         for held, number in ((scale, rule.value), (clean, numbers.clean)):
-            held.copy_(torch.as_tensor(number), non_blocking=not held.is_cpu)
+            held.copy_(scalar_on(number, held.dtype, held.device))
 
     def _scale_on(self, device: torch.device) -> Tensor:
-        return self._check_scale_growth_tracker("scale")[0].to(device, non_blocking=True)
+        return move_to(self._check_scale_growth_tracker("scale")[0], device)
 
     def _inverse(self, grads: list[Tensor]) -> Tensor:
         return reciprocal(self._scale_on(home_device(grads) if grads else torch.device("cpu")))

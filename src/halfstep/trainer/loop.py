@@ -42,6 +42,7 @@ from halfstep.numerics.trace import Trace
 from halfstep.session.prepare import prepare
 from halfstep.trainer import earlier
 from halfstep.trainer.records import Callback, History, Logger, Metric, ProgressBar, StepLog
+from halfstep.trees import move_to
 
 # ---- what a Trainer refuses before it touches a weight, on every rank alike ---------------------------
 
@@ -144,7 +145,7 @@ def checked(batch: Any, step: int, device: torch.device) -> tuple[Any, Any]:
                 f"the {part} of the batch for step {step} holds {bad} values of {kind}; "
                 "clean the data, nothing was updated with it"
             )
-    x, y = (v.to(device, non_blocking=True) if isinstance(v, Tensor) else v for v in pair)
+    x, y = (move_to(v, device) if isinstance(v, Tensor) else v for v in pair)
     return x, y
 
 
@@ -432,7 +433,9 @@ class Trainer:
         """Whether some rank was asked to stop; saves first where SIGTERM asked it."""
         if self.device.type != "cpu" and self.step % self.read_every and world_size() > 1:
             return False  # asking makes an accelerator wait
-        killed, stopped = all_ranks(torch.tensor([bool(self._sigterm), bool(self._stop)])).tolist()
+        killed, stopped = all_ranks(
+            torch.tensor([bool(self._sigterm), bool(self._stop)], device="cpu")
+        ).tolist()
         if killed and self.folder is not None:
             self.amp.wait_until_saved()
             if not self.folder.has(self.step):
