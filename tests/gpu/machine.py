@@ -20,7 +20,9 @@ from halfstep.gradients import cuda
 from halfstep.kernels.codes import BLOCK, STATE_8BIT
 from halfstep.optim import backends
 from halfstep.optim import cuda as cuda_graphs
+from tests import falsecuda
 
+NO_LAUNCH = ("_record_function_enter_new", "_record_function_exit")  # ops of the profiler
 Work = Callable[[], object]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SIZES = (0, 1, (1, 7), (1, 511), (1, 1024), (3, 513), (70, 16), 1026)
@@ -88,6 +90,29 @@ class Cuda:
         with torch.cuda.stream(side):
             yield
         now.wait_stream(side)
+
+
+class FalseCuda(Cuda):
+    """The false CUDA device: a GPU in all but graphs and time, slow as an interpreter."""
+
+    group, compiler = "nccl", "aot_eager"
+    steps = 8
+    sizes: tuple[Any, ...] = SIZES
+    huge = 2**16 + 5000  # type: ignore[assignment]
+
+    def launches(self, work: Work) -> list[str]:
+        with falsecuda.recorded_ops() as ops:
+            work()
+        return [name for name in ops.names if name not in NO_LAUNCH]
+
+    def capture(self, work: Work) -> Work:
+        """What runs `work` at once, torch saying that it captures: there are no graphs."""
+
+        def replay() -> None:
+            with falsecuda.capturing():
+                work()
+
+        return replay
 
 
 class Mapped:

@@ -23,6 +23,7 @@ from halfstep.casting import kernel_choice
 from halfstep.casting.kernel_facts import does_not_pay
 from halfstep.casting.kernel_probes import measurements
 from halfstep.checkpoint import Background
+from halfstep.devices import refuse_capture
 from halfstep.distributed import all_ranks, world_size
 from halfstep.errors import ConfigError, HalfstepWarning, UnsupportedError, show
 from halfstep.formats import dtype_name
@@ -216,8 +217,9 @@ class Session(Setup):
 
         Raises:
             ConfigError: a loss without a graph or of several numbers, an optimizer not of this session, or a
-                loss_id that has no scale.
+                loss_id that has no scale. UnsupportedError: inside a CUDA graph capture.
         """
+        refuse_capture(self.device, "amp.backward()")
         scales = self.state.loss_scales
         check_loss_id(loss_id, len(scales))
         loss, scale = one_loss(loss, kwargs), scales[loss_id]
@@ -290,6 +292,7 @@ class Session(Setup):
         16-bit gradients become fp32 first, so none is lost. A second call before the step does nothing.
         Raises as `step` does, and UnsupportedError where gradients are released during backward.
         """
+        refuse_capture(self.device, "amp.unscale()")
         index = index_of(self.optimizers, optimizer)
         losses_to_step(self.state, self._steppers[index], index)
         if not isinstance(self.state.carried[index], NoLossScale) or self._steppers[index].releases:
@@ -328,11 +331,13 @@ class Session(Setup):
 
         Raises:
             ScalerStateError: no gradients, or gradients that did not come through `backward`.
-            ConfigError: a wrong `clip_norm` or `scheduler`. UnsupportedError: an optimizer wanting a closure.
+            ConfigError: a wrong `clip_norm` or `scheduler`. UnsupportedError: an optimizer wanting a closure,
+                or a CUDA graph capture.
             LossScaleCollapsed: `max_skips` skips in a row. NonFiniteError: as `on_nonfinite` says.
 
         The outcome's `scale` is what the gradients carried; of several losses, the lowest of their scales.
         """
+        refuse_capture(self.device, "amp.step()")
         index = index_of(self.optimizers, optimizer)
         check_clip(clip_norm)
         check_scheduler(scheduler)
