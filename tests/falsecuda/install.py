@@ -13,6 +13,8 @@ from typing import Any
 
 from tests.falsecuda import build, control
 
+SOURCE = build.ROOT / "src"
+
 
 def install() -> None:
     """Install the device in this process; a second call does nothing."""
@@ -26,8 +28,8 @@ def install() -> None:
 
 def environment() -> dict[str, str]:
     """The environment under which every Python process has the device, its children too."""
-    site, root = build.HERE / "site", build.ROOT
-    path = os.pathsep.join((str(site), str(root / "src"), str(root)))
+    before = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    path = os.pathsep.join((str(build.HERE / "site"), *filter(None, before), *map(str, (SOURCE, build.ROOT))))
     return {"PYTHONPATH": path, "TRITON_INTERPRET": "1", "PYTEST_PLUGINS": "tests.falsecuda.plugin"}
 
 

@@ -204,8 +204,18 @@ def provide() -> None:
     torch.version.cuda = "13.0"
 
 
+class _TensorType(type):
+    """The type of `torch.cuda.FloatTensor`, which is asked whether a tensor is one."""
+
+    dtype: torch.dtype
+
+    def __instancecheck__(cls, value: Any) -> bool:
+        return isinstance(value, torch.Tensor) and value.is_cuda and value.dtype == cls.dtype
+
+
 def complete() -> None:
     """Do what must be done once torch is imported."""
+    torch.cuda.FloatTensor = _TensorType("FloatTensor", (), {"dtype": torch.float32})  # type: ignore[misc]
     torch.cuda.nccl.is_available = lambda tensors: True
     torch.cuda.nccl.version = lambda: (2, 27, 0)
     _make_storages()

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from typing_extensions import TypeIs
 
+from halfstep.devices.transfer import capturing
 from halfstep.errors import UnsupportedError
 from halfstep.gradients import cuda
 from halfstep.gradients.cpu import GRADS
@@ -50,11 +51,6 @@ KEPT = 32  # plans of several parameters that one optimizer keeps; those of sing
 ROW = [WEIGHT, EXTRA, STATES, STATES + 1, EXPONENTS, EXPONENTS + 1, STEP, KEY, WIDTH]  # of the table there
 Number = float | Tensor | None
 _dtypes = attrgetter("dtype")
-
-
-def capturing(device: torch.device) -> bool:
-    """Whether what is launched now goes into a CUDA graph."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _room(count: int, device: torch.device) -> Tensor:

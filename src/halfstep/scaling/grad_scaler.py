@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.amp import grad_scaler as torchs
 
 from halfstep import devices, distributed
+from halfstep.devices import refuse_capture
 from halfstep.errors import (
     CheckpointError,
     ConfigError,
@@ -167,7 +168,7 @@ class GradScaler(torchs.GradScaler):
         """
         if not self._enabled:
             return
-        self._check_scale_growth_tracker("unscale_")
+        refuse_capture(self._check_scale_growth_tracker("unscale_")[0].device, "scaler.unscale_()")
         stage = self._row(optimizer)["stage"]
         if stage is torchs.OptState.UNSCALED:
             raise ScalerStateError(
@@ -228,6 +229,7 @@ class GradScaler(torchs.GradScaler):
                 "backward on an unscaled loss. Run forward and backward yourself, then step(optimizer)."
             )
         scale, _ = self._check_scale_growth_tracker("step")
+        refuse_capture(scale.device, "scaler.step()")
         row = self._row(optimizer)
         if row["stage"] is torchs.OptState.STEPPED:
             raise ScalerStateError("step() has already been called since the last update().")
@@ -269,6 +271,7 @@ class GradScaler(torchs.GradScaler):
         if not self._enabled:
             return
         scale, _ = self._check_scale_growth_tracker("update")
+        refuse_capture(scale.device, "scaler.update()")
         rule = self.loss_scale
         rows = [row for row in self._per_optimizer_states.values() if row["found_inf_per_device"]]
         self._per_optimizer_states.clear()
@@ -321,6 +324,8 @@ class GradScaler(torchs.GradScaler):
         outcome = Outcome(
             taken=True, finite=stats.finite, grad_norm=stats.norm, amax=stats.amax, result=result
         )
+        if devices.capturing(stats.norm.device):
+            return outcome
         if not all(record.finite for record in self._queue.push(outcome)) and not self._warned:
             self._warned = True
             warnings.warn(

@@ -27,6 +27,9 @@ struct FalseGenerator final : c10::GeneratorImpl {
   GeneratorImpl* clone_impl() const override { return new FalseGenerator(host.clone()); }
 };
 
+// Whether the host's generators serve the device too, as no GPU does: for tests that were written for a CPU.
+inline std::atomic<bool> host_generators_too{false};
+
 inline const at::Generator& default_generator() {
   static auto& generator = *new at::Generator(c10::make_intrusive<FalseGenerator>(at::detail::createCPUGenerator()));
   return generator;

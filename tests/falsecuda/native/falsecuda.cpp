@@ -45,9 +45,29 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("bmm.dtype_out", TORCH_FN(bmm_dtype_out));
   m.impl("addmm.dtype", TORCH_FN(addmm_dtype));
   m.impl("addmm.dtype_out", TORCH_FN(addmm_dtype_out));
-  // These are made of other ops where a device has no kernel of its own, of ops that no CPU has.
-  for (const char* name : {"convolution", "convolution_backward", "native_layer_norm", "native_group_norm"})
-    m.impl(name, on_host_kernel());
+  m.impl("_softmax", TORCH_FN(softmax));
+  m.impl("_log_softmax", TORCH_FN(log_softmax));
+  m.impl("_softmax_backward_data", TORCH_FN(softmax_backward));
+  m.impl("_log_softmax_backward_data", TORCH_FN(log_softmax_backward));
+  for (const char* name : {"_use_cudnn_ctc_loss", "_use_miopen_ctc_loss"}) {
+    m.impl(name, TORCH_FN(no_library));
+    m.impl((name + std::string(".Tensor")).c_str(), TORCH_FN(no_library_of_tensors));
+  }
+  for (const char* name : {"convolution", "convolution_backward"}) m.impl(name, on_host_kernel());  // composite on a CPU
+}
+
+// Where a CPU has a kernel of its own, CUDA has one too: without it the op would be made of others.
+TORCH_LIBRARY_IMPL(aten, CUDA, m) {
+  auto& dispatcher = c10::Dispatcher::singleton();
+  for (const c10::OperatorName& name : dispatcher.getAllOpNames()) {
+    if (name.name.rfind("aten::", 0) != 0) continue;
+    const auto op = dispatcher.findSchema(name);
+    const bool foreach = name.name.rfind("aten::_foreach_", 0) == 0;
+    if (!op || op->hasKernelForDispatchKey(c10::DispatchKey::CUDA) || gives_view(op->schema())) continue;
+    if (!foreach && !op->hasKernelForDispatchKey(c10::DispatchKey::CPU)) continue;
+    const std::string overload = name.overload_name.empty() ? "" : "." + name.overload_name;
+    m.impl((name.name.substr(6) + overload).c_str(), on_host_kernel());
+  }
 }
 
 TORCH_LIBRARY(falsecuda, m) {
@@ -74,6 +94,7 @@ void falsecuda_arrival(int arrival, long lag) {
 void falsecuda_debug_mode(int mode) { queue().debug_mode = mode; }
 void falsecuda_capturing(int on) { queue().capturing = on; }
 int falsecuda_is_capturing() { return queue().capturing; }
+void falsecuda_host_generators_too(int on) { host_generators_too = on; }
 void falsecuda_uncounted(int change) { uncounted += change; }
 void falsecuda_log_ops(int on) {
   std::lock_guard<std::mutex> guard(queue().lock);

@@ -63,11 +63,11 @@ const std::set<std::string> INDEXING = {"aten::index", "aten::index_put", "aten:
 
 inline bool is_mask(const Tensor& t) { return t.scalar_type() == at::kBool || t.scalar_type() == at::kByte; }
 
-// What `index` does through other ops, these do inside: an index that lies on the host is copied, a mask of the
-// device is counted by the host where more than one value goes to what it selects.
+// An index that lies on the host is copied. A mask of the device is counted by the host, but where one value
+// fills what it selects.
 inline void note_indices(const std::string& name, const std::vector<IValue>& given) {
-  if (!INDEXING.count(name) || name == "aten::index") return;
-  const bool counts = given[2].toTensor().numel() > 1;
+  if (!INDEXING.count(name)) return;
+  const bool counts = name == "aten::index" || given[2].toTensor().numel() > 1;
   for (const auto& entry : given[1].toOptionalTensorList()) {
     std::optional<Tensor> index = entry;
     if (!index || !index->defined()) continue;
@@ -107,8 +107,9 @@ struct Arguments {
       host.emplace_back(value.toDevice().is_cuda() ? Device(at::kCPU) : value.toDevice());
     } else if (value.isGenerator()) {
       const at::Generator& generator = value.toGenerator();
-      TORCH_CHECK(generator.device().is_cuda(), "Expected a 'cuda' device type for generator but found 'cpu'");
-      host.emplace_back(falsecuda::on_host(generator));
+      const bool of_device = generator.device().is_cuda();
+      TORCH_CHECK(of_device || host_generators_too, "Expected a 'cuda' device type for generator but found 'cpu'");
+      host.emplace_back(of_device ? falsecuda::on_host(generator) : generator);
     } else {
       host.push_back(value);
     }
@@ -151,6 +152,12 @@ inline void hand_over(const Tensor& out, const Tensor& computed) {
   const Tensor fresh = on_device(computed);
   out.unsafeGetTensorImpl()->set_storage_keep_dtype(fresh.storage());
   out.unsafeGetTensorImpl()->set_sizes_and_strides(fresh.sizes(), fresh.strides());
+}
+
+inline bool gives_view(const c10::FunctionSchema& schema) {
+  for (const auto& value : schema.returns())
+    if (value.alias_info() && !value.alias_info()->isWrite()) return true;
+  return false;
 }
 
 inline void run_on_host(const c10::OperatorHandle& op, Stack* stack) {
@@ -315,6 +322,29 @@ inline Tensor& sqrt_(Tensor& t) {
   host.copy_(root(host));
   return t;
 }
+
+// fp16 in, fp32 out, in one kernel; its gradient comes back in fp16.
+inline Tensor softmax(const Tensor& t, int64_t dim, bool half_to_float) {
+  submit("_softmax");
+  const Tensor host = on_cpu(t);
+  return on_device(at::_softmax(half_to_float ? host.to(at::kFloat) : host, dim, false));
+}
+inline Tensor log_softmax(const Tensor& t, int64_t dim, bool half_to_float) {
+  submit("_log_softmax");
+  const Tensor host = on_cpu(t);
+  return on_device(at::_log_softmax(half_to_float ? host.to(at::kFloat) : host, dim, false));
+}
+inline Tensor softmax_backward(const Tensor& gradient, const Tensor& output, int64_t dim, at::ScalarType input) {
+  submit("_softmax_backward_data");
+  return on_device(at::_softmax_backward_data(on_cpu(gradient), on_cpu(output), dim, output.scalar_type()).to(input));
+}
+inline Tensor log_softmax_backward(const Tensor& gradient, const Tensor& output, int64_t dim, at::ScalarType input) {
+  submit("_log_softmax_backward_data");
+  return on_device(at::_log_softmax_backward_data(on_cpu(gradient), on_cpu(output), dim, output.scalar_type()).to(input));
+}
+
+inline bool no_library(const Tensor&, const Tensor&, at::IntArrayRef, at::IntArrayRef, int64_t) { return false; }
+inline bool no_library_of_tensors(const Tensor&, const Tensor&, const Tensor&, const Tensor&, int64_t) { return false; }
 
 // Products with another dtype for their result.
 inline Tensor mm_dtype(const Tensor& a, const Tensor& b, at::ScalarType dtype) { return at::mm(a.to(dtype), b.to(dtype)); }

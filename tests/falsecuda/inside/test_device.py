@@ -114,11 +114,11 @@ def test_hidden_waits_are_counted_by_name_and_can_be_an_error():
     assert waits.names == [
         "_local_scalar_dense (.item(), bool(), float())",
         "aten::nonzero",
-        "aten::nonzero",
+        "aten::index by a mask",
         "copy from the device to the host",
         "copy from the host to the device",
         "aten::_index_put_impl_ by a mask",
-        "copy from the host to the device",
+        "aten::index by an index on the host",
         "torch.cuda.synchronize",
         "0 ops since it was recorded, arrived",
     ]

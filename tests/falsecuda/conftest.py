@@ -1,5 +1,0 @@
-"""The tests of this folder run on the device alone: `python -m tests.falsecuda -m pytest tests/falsecuda`."""
-
-from tests import falsecuda
-
-collect_ignore_glob = [] if falsecuda.installed() else ["test_*.py"]
