@@ -235,7 +235,7 @@ def _equal_neighbours(node: Node) -> _Found:
         dim, exact = node.args[1], rerun(node, torch.float32) or []
         row = [x.movedim(dim, -1).reshape(-1, x.shape[dim])[0] for x in (out, *exact[:1])]
     elif node.base in ("arange", "linspace") and out.dim() == 1:
-        row = [out, torch.arange(len(out))]
+        row = [out, torch.arange(len(out), device=out.device)]
     elif node.base == "_to_copy" and out.numel() == max(out.shape, default=0) and given:
         whole = given[0].detach().flatten().float()
         row = [out.flatten(), whole] if bool((whole == whole.round()).all()) else []

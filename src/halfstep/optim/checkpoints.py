@@ -45,7 +45,7 @@ def pack(entry: Mapping[str, Any], p: Tensor) -> dict[str, Any]:
     """An entry of the state as a checkpoint holds it."""
     weight, packed = local_of(p), {key: value for key, value in entry.items() if key != "weight"}
     if "master" in packed:
-        packed[KEPT] = torch.zeros((), dtype=WIDE)
+        packed[KEPT] = torch.zeros((), dtype=WIDE, device="cpu")
     if "lacking" not in packed:
         return packed
     if weight.dtype not in _DTYPES.values():  # made wider since the last step, which ended its master

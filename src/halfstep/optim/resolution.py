@@ -74,7 +74,7 @@ def expected_step(p: Tensor, group: Mapping[str, Any], rate: float) -> Tensor | 
     """How far an update at this rate moves each sampled weight: Adam and Lion by about the rate, SGD by the
     rate times the gradient, None where there is none."""
     if "betas" in group:
-        return torch.tensor(rate, dtype=torch.float64)
+        return torch.tensor(rate, dtype=torch.float64, device="cpu")
     return None if p.grad is None else _sample(p.grad).abs().double() * rate
 
 

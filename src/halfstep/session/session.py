@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -22,6 +23,7 @@ from halfstep.casting import kernel_choice
 from halfstep.casting.kernel_facts import does_not_pay
 from halfstep.casting.kernel_probes import measurements
 from halfstep.checkpoint import Background
+from halfstep.devices import refuse_capture
 from halfstep.distributed import all_ranks, world_size
 from halfstep.errors import ConfigError, HalfstepWarning, UnsupportedError, show
 from halfstep.formats import dtype_name
@@ -115,20 +117,14 @@ class Session(Setup):
         self.stages = norm_group is not None
         """Whether each rank has other parameters, whatever their names."""
         self.writer: Background | None = None
-        self._handles: list[Any] = []
 
     def follow(self) -> None:
         """Once everything is prepared: copies of the models get the masters, and the session can be found."""
         tell_of_wraps(self._ranks)
         self._ranks.share_kernels()
-        refusing = refuse_direct_steps(self) if self.precision.scaled else []
-        self._handles = [*refusing, *self._follow()]
-
-    def stop_watching(self) -> None:
-        """Another session prepared the same optimizer: it alone looks after direct steps now."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        if self.precision.scaled:
+            self._preparation.handles += refuse_direct_steps(self)
+        super().follow()
 
     def __repr__(self) -> str:
         """Level, policy, scale, counts, layout; what "auto" measured, or that the level does not pay."""
@@ -221,8 +217,9 @@ class Session(Setup):
 
         Raises:
             ConfigError: a loss without a graph or of several numbers, an optimizer not of this session, or a
-                loss_id that has no scale.
+                loss_id that has no scale. UnsupportedError: inside a CUDA graph capture.
         """
+        refuse_capture(self.device, "amp.backward()")
         scales = self.state.loss_scales
         check_loss_id(loss_id, len(scales))
         loss, scale = one_loss(loss, kwargs), scales[loss_id]
@@ -295,6 +292,7 @@ class Session(Setup):
         16-bit gradients become fp32 first, so none is lost. A second call before the step does nothing.
         Raises as `step` does, and UnsupportedError where gradients are released during backward.
         """
+        refuse_capture(self.device, "amp.unscale()")
         index = index_of(self.optimizers, optimizer)
         losses_to_step(self.state, self._steppers[index], index)
         if not isinstance(self.state.carried[index], NoLossScale) or self._steppers[index].releases:
@@ -333,11 +331,13 @@ class Session(Setup):
 
         Raises:
             ScalerStateError: no gradients, or gradients that did not come through `backward`.
-            ConfigError: a wrong `clip_norm` or `scheduler`. UnsupportedError: an optimizer wanting a closure.
+            ConfigError: a wrong `clip_norm` or `scheduler`. UnsupportedError: an optimizer wanting a closure,
+                or a CUDA graph capture.
             LossScaleCollapsed: `max_skips` skips in a row. NonFiniteError: as `on_nonfinite` says.
 
         The outcome's `scale` is what the gradients carried; of several losses, the lowest of their scales.
         """
+        refuse_capture(self.device, "amp.step()")
         index = index_of(self.optimizers, optimizer)
         check_clip(clip_norm)
         check_scheduler(scheduler)
@@ -347,7 +347,7 @@ class Session(Setup):
         losses = losses_to_step(self.state, stepper, index)
         carried, enabled = self.state.carried[index] or NoLossScale(), torch.is_grad_enabled()
         try:
-            if self._handles:  # its own step is none that they refuse
+            if self._preparation.handles:  # its own step is none that they refuse
                 self.state = self.state.carrying(index, NoLossScale())
             if self._first:
                 self._first_step()
@@ -434,7 +434,7 @@ class Session(Setup):
             amax=measured.amax,
             step=self.steps,
             reason=reason,
-            on_read=lambda record: self._arrived(record, scheduler, report),
+            on_read=_when_read(self, scheduler, report),
         )
         self.history.append(outcome)
         self._queue.push(outcome)
@@ -456,7 +456,7 @@ class Session(Setup):
         taken = inverse(bool(flag) if self.device.type == "cpu" else flag)
         scale, self.loss_scale = self.loss_scale.value, self.loss_scale.adjust(taken, None)
         self._queue.push(
-            Outcome(taken=taken, finite=True, scale=scale, step=self.steps, on_read=self._arrived)
+            Outcome(taken=taken, finite=True, scale=scale, step=self.steps, on_read=_when_read(self))
         )
 
     def _arrived(self, record: StepRecord, scheduler: Any = None, report: Report | None = None) -> None:
@@ -534,5 +534,17 @@ class Session(Setup):
         """Undo `prepare`: fp32 weights (exact where there are masters), optimizers as they were, no hooks."""
         super().revert()
         self._ranks.asks = True
-        self.stop_watching()
         self.state = self.state.emptied()
+
+
+def _when_read(
+    session: Session, scheduler: Any = None, report: Report | None = None
+) -> Callable[[StepRecord], None]:
+    """What an outcome does once it is read; it keeps no session alive, whose history holds it."""
+    weak = weakref.ref(session)
+
+    def arrived(record: StepRecord) -> None:
+        if (alive := weak()) is not None:
+            alive._arrived(record, scheduler, report)
+
+    return arrived

@@ -225,7 +225,7 @@ class TorchStepper(Stepper):
         norms = whole_norms(gradients)
         if self.norm_group is not None:
             norms = norms_of_stages(norms, self.norm_group)
-        return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+        return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), device="cpu")
 
 
 def steppers_of(
