@@ -1,7 +1,11 @@
-"""Runs a function on several ranks joined by gloo; they fork from a server that imported torch once."""
+"""Runs a function on several ranks joined by gloo; they fork from a server that imported torch once.
+
+With HALFSTEP_TESTS_DEVICE=cuda their new tensors lie there and NCCL joins them.
+"""
 
 import gc
 import multiprocessing as mp
+import os
 import tempfile
 import time
 import traceback
@@ -73,9 +77,11 @@ def wait(processes: Sequence[Any], seconds: float) -> str:
 def _rank(rank: int, world: int, folder: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    device = os.environ.get("HALFSTEP_TESTS_DEVICE")
+    torch.set_default_device(device)
     try:
-        meet = f"file://{folder}/meet"
-        dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=world)
+        meet, group = f"file://{folder}/meet", "nccl" if device == "cuda" else "gloo"
+        dist.init_process_group(group, init_method=meet, rank=rank, world_size=world)
         torch.save(function(rank, *args), f"{folder}/result{rank}")
         gc.collect()  # what holds the group goes first: its threads must not meet an interpreter that ends
         dist.destroy_process_group()

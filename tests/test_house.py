@@ -1,5 +1,6 @@
 """How large things may be, so that the next one who adds to the house finds it as small as it was."""
 
+import ast
 import graphlib
 import re
 
@@ -59,3 +60,37 @@ def test_files_named_in_pages_exist(page):
     homes = [ROOT, PACKAGE, *(p for p in PACKAGE.iterdir() if p.is_dir())]
     gone = [name for name in named if not any((home / name).exists() for home in homes)]
     assert gone == []
+
+
+def calls():
+    """Each call in the package, with where it stands."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        name, tree = path.relative_to(PACKAGE).as_posix(), ast.parse(path.read_text())
+        functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)]
+        inside = {id(n): f"{name}::{f.name}" for f in functions for n in ast.walk(f)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call):
+                yield inside.get(id(node), name), node
+
+
+def test_one_function_moves_tensors_without_waiting():
+    """torch pins the target of a copy to the host that does not wait, so its numbers may not be there yet."""
+    moving = {where for where, call in calls() if any(k.arg == "non_blocking" for k in call.keywords)}
+    assert moving == {"trees.py::move_to", "devices/transfer.py::send_to_host"}
+
+
+MAKERS = {"zeros", "ones", "full", "empty", "arange", "tensor", "rand", "randn", "eye", "linspace"}
+AS_USERS_DO = ("compat/", "conformance/", "recipes/")
+
+
+def test_new_tensors_name_their_device():
+    """Without a device they lie where `torch.set_default_device` says, which the model need not."""
+    unnamed = [
+        f"{where}:{call.lineno}"
+        for where, call in calls()
+        if isinstance(call.func, ast.Attribute)
+        and (ast.unparse(call.func.value), call.func.attr) in {("torch", name) for name in MAKERS}
+        and not any(keyword.arg in ("device", None) for keyword in call.keywords)
+        and not where.startswith(AS_USERS_DO)
+    ]
+    assert unnamed == []

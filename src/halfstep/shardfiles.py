@@ -75,7 +75,7 @@ class StoredPiece:
         row = math.prod(columns) * self.dtype.itemsize
         data = bytearray((end[0] - begin[0]) * row)
         if not data:
-            return torch.empty(self.shape, dtype=self.dtype)
+            return torch.empty(self.shape, dtype=self.dtype, device="cpu")
         try:
             file.seek(self.start + begin[0] * row)
             got = cast(Any, file).readinto(data)
@@ -290,7 +290,7 @@ class Index:
         whole = self.wholes[name]
         begin = (0,) * len(whole) if offsets is None else tuple(offsets)
         size = whole if shape is None else tuple(shape)
-        out = torch.empty(size, dtype=DTYPES[self._entries[self._of[name][0]][0]])
+        out = torch.empty(size, dtype=DTYPES[self._entries[self._of[name][0]][0]], device="cpu")
         covered = 0
         touching = (one for n in self._of[name] for one in self._touching(n, begin, size))
         # What several ranks wrote alike is read once: shards of a part of the mesh, say.

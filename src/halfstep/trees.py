@@ -54,9 +54,9 @@ def all_finite(tree: Any) -> Tensor:
     """
     flags = [_finite(t) for t in tensors_in(tree) if is_float_tensor(t)]
     if not flags:
-        return torch.ones((), dtype=torch.bool)
+        return torch.ones((), dtype=torch.bool, device="cpu")
     home = home_device(flags)
-    return torch.stack([flag.to(home, non_blocking=True) for flag in flags]).all()
+    return torch.stack([move_to(flag, home) for flag in flags]).all()
 
 
 def _finite(t: Tensor) -> Tensor:
@@ -101,10 +101,10 @@ def gathered(scalars: Sequence[Tensor], home: torch.device) -> Tensor:
     wide = torch.float64 if any(dtype == torch.float64 for dtype, _ in kinds) else torch.float32
     out = list(scalars)
     if len(kinds) == 1:
-        return torch.stack(out).to(home, wide, non_blocking=True)
+        return move_to(torch.stack(out), home, wide)
     for kind in kinds:  # one cast for each kind, not one for each scalar
         places = [i for i, s in enumerate(scalars) if (s.dtype, s.device) == kind]
-        values = torch.stack([scalars[i] for i in places]).to(home, wide, non_blocking=True)
+        values = move_to(torch.stack([scalars[i] for i in places]), home, wide)
         for i, value in zip(places, values.unbind()):
             out[i] = value
     return torch.stack(out)
@@ -143,7 +143,7 @@ def select_tree(pred: bool | Tensor, a: T, b: T) -> T:
 
 def _select(pred: Tensor, x: Any, y: Any) -> Any:
     if isinstance(x, Tensor) and isinstance(y, Tensor):
-        return torch.where(pred.to(x.device, non_blocking=True), x, y)
+        return torch.where(move_to(pred, x.device), x, y)
     if type(x) is type(y) and x == y:
         return x
     raise ConfigError(
@@ -157,10 +157,21 @@ def reciprocal(scale: Tensor) -> Tensor:
     return scale.float().reciprocal()
 
 
+def move_to(t: Tensor, device: torch.device | str, dtype: torch.dtype | None = None) -> Tensor:
+    """Return a tensor on `device` (and in `dtype`): towards an accelerator without waiting, towards the host
+    once it is there.
+
+    torch's own copy to the host without waiting may be read before it has arrived.
+    `devices.transfer.send_to_host` makes one that says when it has.
+    """
+    towards_host = torch.device(device).type == "cpu"
+    return t.to(device, dtype or t.dtype, non_blocking=not towards_host)
+
+
 def scalar_on(value: float | Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A number as a 0-d tensor, without waiting for the device as `torch.as_tensor` does for Python's."""
     if isinstance(value, Tensor):
-        return value.to(device, dtype, non_blocking=device.type != "cpu").reshape(())
+        return move_to(value, device, dtype).reshape(())
     return torch.full((), value, dtype=dtype, device=device)
 
 

@@ -1,17 +1,21 @@
-"""Every test here runs on CUDA, or with TRITON_INTERPRET=1 on a CPU in its place; elsewhere it is skipped."""
+"""Every test here runs on CUDA or on the false CUDA device; elsewhere it is skipped, but for the kernels'.
+
+Those run with TRITON_INTERPRET=1 on a CPU too.
+"""
 
 import os
 
 import pytest
 import torch
 
-from tests.gpu.machine import Cuda, Machine, Mapped
+from tests import falsecuda
+from tests.gpu.machine import Cuda, FalseCuda, Machine, Mapped
 
 
 @pytest.fixture(autouse=True)
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Machine:
+def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Machine:
     if torch.cuda.is_available():
-        return Cuda()
-    if os.environ.get("TRITON_INTERPRET") != "1":
-        pytest.skip("needs CUDA, or TRITON_INTERPRET=1 to run on the CPU in its place")
+        return FalseCuda(monkeypatch) if falsecuda.installed() else Cuda()
+    if os.environ.get("TRITON_INTERPRET") != "1" or not request.path.stem.endswith("kernels"):
+        pytest.skip("needs CUDA, or the false CUDA device: python -m tests.falsecuda -m pytest tests/gpu")
     return Mapped(monkeypatch)

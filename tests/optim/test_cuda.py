@@ -20,6 +20,7 @@ import halfstep
 from halfstep.errors import ConfigError, HalfstepWarning, UnsupportedError
 from halfstep.gradients import cuda
 from halfstep.optim import AdamW, backends
+from tests.falsecuda import build
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 ROOT = Path(__file__).parents[2]
@@ -37,9 +38,17 @@ def run(*command: str, **more: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+NO_DEVICE = build.missing()
+
+
 def on_a_cpu(*options: str) -> None:
-    """The tests of tests/gpu, the CPU mapped in place of a GPU, with no more packages than a bare one has."""
+    """The tests of tests/gpu on the false CUDA device, with no more packages than a bare machine has.
+
+    Where there is no such device, in Triton's interpreter on a CPU.
+    """
     command = ("-m", "pytest", "-p", "no:cacheprovider", "--confcutdir=tests", "-x", "--tb=short", *options)
+    if not NO_DEVICE:
+        command = (*command, "-p", "tests.falsecuda.plugin")
     path = os.pathsep.join(map(str, (BARE, SOURCE, ROOT)))
     done = run(*command, TRITON_INTERPRET="1", PYTHONPATH=path)
     if "only 0-dimensional arrays can be converted" in done.stdout:
@@ -56,8 +65,16 @@ def test_the_kernels_on_a_cpu():
 
 
 @needs_triton
+@pytest.mark.skipif(bool(NO_DEVICE), reason=NO_DEVICE)
 def test_the_other_gpu_tests_on_a_cpu():
-    on_a_cpu("tests/gpu", "--ignore", KERNELS)
+    on_a_cpu("tests/gpu", "--ignore", KERNELS, "-m", "not exhaustive and not long")
+
+
+@needs_triton
+@pytest.mark.long
+@pytest.mark.skipif(bool(NO_DEVICE), reason=NO_DEVICE)
+def test_more_of_the_other_gpu_tests_on_a_cpu():
+    on_a_cpu("tests/gpu", "--ignore", KERNELS, "-m", "long and not exhaustive")
 
 
 @needs_triton

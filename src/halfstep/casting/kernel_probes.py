@@ -126,7 +126,7 @@ def time_layer(region: Region, cls: OpClass, needs: str, choice: Choice) -> Take
 def _run_overhead() -> Taken:
     """Seconds that one op through an autograd Function of ours takes beyond torch's own, both ways."""
     x, weight = (values_of((8, 8), torch.bfloat16, seed).requires_grad_() for seed in (1, 2))
-    ones = torch.ones(8, 8, dtype=torch.bfloat16)
+    ones = torch.ones(8, 8, dtype=torch.bfloat16, device="cpu")
 
     def ours() -> object:
         return torch.autograd.grad(Linear.apply(x, weight, None, NATIVE), (x, weight), ones)

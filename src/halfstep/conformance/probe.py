@@ -23,6 +23,7 @@ from halfstep.trees import tensors_in
 
 Verdict = Literal["agrees", "differs", "absent", "unsampled"]
 _MOVES = frozenset({"_to_copy", "copy_", "clone", "detach", "empty_like", "fill_", "zero_", "contiguous"})
+_HALF_TO_FLOAT = frozenset({"_softmax", "_log_softmax"})  # their third argument: fp16 in, fp32 inside and out
 #: Note of an op that the running torch does not have: tables list the ops of every torch.
 NOT_IN_TORCH = "not in this torch"
 #: Note of a LOW op that the device computes in fp32, giving back the compute dtype.
@@ -63,9 +64,11 @@ class _DtypesSeen(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        given = _dtypes((args, kwargs))
-        if given and not func.is_view and schema_of(func).name.removeprefix("aten::") not in _MOVES:
+        given, name = _dtypes((args, kwargs)), schema_of(func).name.removeprefix("aten::")
+        if given and not func.is_view and name not in _MOVES:
             asked = (kwargs or {}).get("dtype")
+            if name in _HALF_TO_FLOAT and args[2]:
+                asked = torch.float32
             self._seen.update((asked,) if asked in _FLOATING else given)
         return func(*args, **(kwargs or {}))
 

@@ -18,7 +18,7 @@ from halfstep.devices.capabilities import (
 )
 from halfstep.devices.memory import keep_freed_memory
 from halfstep.devices.register import on_register, register
-from halfstep.devices.transfer import AsyncCopy, send_to_host
+from halfstep.devices.transfer import AsyncCopy, capturing, refuse_capture, send_to_host
 
 __all__ = [
     "SLOW_RATIO",
@@ -29,6 +29,7 @@ __all__ = [
     "available",
     "cache_file",
     "capability",
+    "capturing",
     "check_dtype",
     "declare",
     "declared",
@@ -37,6 +38,7 @@ __all__ = [
     "keep_freed_memory",
     "machine",
     "on_register",
+    "refuse_capture",
     "register",
     "resolve",
     "send_to_host",

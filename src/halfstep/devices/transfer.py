@@ -1,4 +1,4 @@
-"""Tensors on their way from a device to the host, without waiting."""
+"""Tensors on their way from a device to the host, without waiting, and what a CUDA graph may not capture."""
 
 from __future__ import annotations
 
@@ -6,6 +6,27 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from halfstep.errors import UnsupportedError
+
+
+def capturing(device: torch.device) -> bool:
+    """Return whether what is launched now goes into a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def refuse_capture(device: torch.device, call: str) -> None:
+    """Raise UnsupportedError where a CUDA graph is being captured; call it before anything is launched.
+
+    It is for what keeps counts, scales and outcomes on the host: a replay would not bring them up to date.
+    """
+    if capturing(device):
+        raise UnsupportedError(
+            f"{call} cannot be captured in a CUDA graph: it keeps the loss scale, counts and outcomes on the "
+            "host, and a replay would not update them. At bf16 capture loss.backward() and the optimizer's "
+            "own step() instead (hs.optim's after a few steps outside of the graph); with a loss scale "
+            f"call {call} outside of the graph"
+        )
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from halfstep.torch_private import device_types, foreach_norm, local_tensor
+from halfstep.trees import move_to
 
 Group = Any  #: torch.distributed.ProcessGroup; the class is absent from builds without distributed
 
@@ -66,7 +67,7 @@ def all_ranks(found_inf: Tensor, group: Group | None = None) -> Tensor:
     # int32 and not bool or uint8: every backend reduces it; MAX and not SUM, so that no flag is ever a count.
     flag = to_backend((found_inf != 0).to(torch.int32).reshape(-1), group)
     dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
-    return flag.reshape(found_inf.shape).to(found_inf.device, found_inf.dtype, non_blocking=True)
+    return move_to(flag.reshape(found_inf.shape), found_inf.device, found_inf.dtype)
 
 
 def gather(value: Any, group: Group | None = None) -> list[Any]:
@@ -154,7 +155,7 @@ def all_parts(mine: Tensor, group: Group) -> Tensor:
     # torch 2.13 renamed it and warns of the older name.
     name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
     getattr(dist, name)(parts, sent, group=group)
-    return parts.view(-1, *mine.shape).to(mine.device, non_blocking=True)
+    return move_to(parts.view(-1, *mine.shape), mine.device)
 
 
 def whole_norms(grads: Sequence[Tensor]) -> list[Tensor]:

@@ -52,7 +52,7 @@ def _compare(weights: Sequence[Tensor], mesh: Any, name_of: Callable[[Tensor], s
     if not any(has) or all(has):
         return
     groups = [mesh.get_group(dim) for dim in reversed(range(mesh.ndim))]
-    counts = torch.tensor(has, dtype=torch.int32)
+    counts = torch.tensor(has, dtype=torch.int32, device="cpu")
     for group in groups:
         counts = to_backend(counts, group)
         dist.all_reduce(counts, group=group)

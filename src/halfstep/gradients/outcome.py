@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from halfstep.devices.transfer import AsyncCopy, send_to_host
-from halfstep.trees import home_device
+from halfstep.trees import home_device, move_to
 
 Scalar = bool | float | Tensor | None
 
@@ -129,7 +129,7 @@ class Outcome:
         tensors = list(self._tensors().values())
         if self._copy is None and tensors:
             home = home_device(tensors)
-            moved = [t.detach().to(home, non_blocking=True).reshape(1) for t in tensors]
+            moved = [move_to(t.detach(), home).reshape(1) for t in tensors]
             self._copy = send_to_host(torch.cat([t.view(torch.uint8) for t in moved]))
 
     def _tensors(self) -> dict[str, Tensor]:

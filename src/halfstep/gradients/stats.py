@@ -19,7 +19,7 @@ from halfstep import distributed
 from halfstep.distributed.reduce import groups_of_shards
 from halfstep.errors import ConfigError, show
 from halfstep.torch_private import foreach_norm
-from halfstep.trees import dense_values, gathered, home_device
+from halfstep.trees import dense_values, gathered, home_device, move_to
 
 _Flag = TypeVar("_Flag", covariant=True, default=Tensor)
 _Norm = TypeVar("_Norm", covariant=True, default=Tensor)
@@ -111,7 +111,7 @@ def measure(
     """
     tensors = [t for g in grads if g is not None and (t := dense_values(g.detach())).numel()]
     if not tensors:
-        return GradStats(torch.ones((), dtype=torch.bool), torch.zeros(()), torch.zeros(()))
+        return GradStats(*(torch.tensor(value, device="cpu") for value in (True, 0.0, 0.0)))
     home = home_device(tensors)
     norm = torch.linalg.vector_norm(_norms(tensors, home))
     amax = _peak(tensors, home)
@@ -123,7 +123,7 @@ def _unscaled(finite: Tensor, norm: Tensor, amax: Tensor, inv_scale: float | Ten
     if inv_scale is None:
         return GradStats(finite, norm, amax)
     if isinstance(inv_scale, Tensor):
-        inv_scale = inv_scale.to(norm.device, non_blocking=True)
+        inv_scale = move_to(inv_scale, norm.device)
     return GradStats(finite, norm * inv_scale, amax * inv_scale)
 
 
@@ -195,7 +195,7 @@ def combine(parts: Sequence[GradStats]) -> GradStats:
     if len(parts) == 1:
         return parts[0]
     home = home_device([part.norm for part in parts])
-    finite = torch.stack([part.finite.to(home, non_blocking=True) for part in parts]).all()
+    finite = torch.stack([move_to(part.finite, home) for part in parts]).all()
     norm = torch.linalg.vector_norm(gathered([part.norm for part in parts], home))
     return GradStats(finite, norm, gathered([part.amax for part in parts], home).amax())
 

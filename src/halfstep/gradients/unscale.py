@@ -13,7 +13,7 @@ from torch import Tensor
 
 from halfstep import devices
 from halfstep.torch_private import stored_values, unscale_and_check
-from halfstep.trees import all_finite, dense_values, home_device, multiply
+from halfstep.trees import all_finite, dense_values, home_device, move_to, multiply
 
 _torch_kernel: Callable[[list[Tensor], Tensor, Tensor], None] = unscale_and_check
 
@@ -33,7 +33,7 @@ def unscale_(grads: Iterable[Tensor | None], inv_scale: Tensor) -> Tensor:
     for device, dtype in dict.fromkeys((v.device, v.dtype) for v in values):
         group = [v for v in values if v.device == device and v.dtype == dtype]
         flag = torch.zeros((), dtype=torch.float32, device=device)
-        _check_and_unscale(group, flag, inv_scale.to(device, torch.float32, non_blocking=True))
+        _check_and_unscale(group, flag, move_to(inv_scale, device, torch.float32))
         found.append(flag != 0)
         if dtype == torch.float16:  # a scale below 1 can lift a finite gradient over 65504
             found.append(~all_finite(group))
@@ -49,11 +49,11 @@ def _stored(grad: Tensor) -> Tensor:
 def any_of(flags: Sequence[Tensor]) -> Tensor:
     """Return the OR of 0-d flags (bool or 0/1, on any devices) as one 0-d bool tensor."""
     if not flags:
-        return torch.zeros((), dtype=torch.bool)
+        return torch.zeros((), dtype=torch.bool, device="cpu")
     if len(flags) == 1:
         return flags[0].reshape(()) != 0
     home = home_device(list(flags))
-    return torch.stack([flag.reshape(()).to(home, non_blocking=True) != 0 for flag in flags]).any()
+    return torch.stack([move_to(flag.reshape(()), home) != 0 for flag in flags]).any()
 
 
 def _check_and_unscale(group: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:

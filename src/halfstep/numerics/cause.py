@@ -272,7 +272,7 @@ def _mistake(node: Node) -> tuple[str, tuple[str, str] | None]:
     base, name = node.base.removesuffix("_").removeprefix("_foreach_"), node.location.node
     backward = f" in the gradient of {node.op}" if name[-1:].isdigit() else f" in {name}" if name else ""
     floats = [t for t in node.tensors() if t.is_floating_point()]
-    first = floats[0] if floats else torch.zeros(())
+    first = floats[0] if floats else torch.zeros((), device="cpu")
     if any(t.numel() == 0 for t in floats):
         text, code = "leave this term out where there is nothing to take it of", "x.sum() / max(x.numel(), 1)"
         return f"{node.op} of an empty tensor{backward}", (text, code)

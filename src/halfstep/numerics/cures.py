@@ -305,7 +305,8 @@ def lift_loss_scale(parts: StepParticipants, stack: ExitStack, bits: float) -> M
         stack.enter_context(with_attributes(session, loss_scale=lifted))
     elif isinstance(scaler, torch.amp.GradScaler):
         # Not by `update`: a script may call that itself before the next step, and it wants a step between.
-        scaler.scale(torch.ones(()))  # makes the tensor of the scale
+        home = next((p.device for p in parts.parameters()), "cpu")
+        scaler.scale(torch.ones((), device=home))  # makes the tensor of the scale
         stack.enter_context(with_attributes(scaler, _scale=scaler._scale * 2.0**bits))
     else:
         before = scaler.get_scale()

@@ -140,11 +140,11 @@ def count_many(parts: Sequence[Tensor]) -> Tensor:
     """Counts many flat fp32 CPU tensors in one go: int64 [len(parts), bins], each row as `count`'s bins."""
     fmt = FORMATS["fp32"]
     raw = torch.cat([p.view(torch.int32) for p in parts])
-    sizes = torch.tensor([p.numel() for p in parts])
-    row = torch.repeat_interleave(torch.arange(len(parts), dtype=torch.int32), sizes)
+    sizes = torch.tensor([p.numel() for p in parts], device="cpu")
+    row = torch.repeat_interleave(torch.arange(len(parts), dtype=torch.int32, device="cpu"), sizes)
     fields = ((raw >> fmt.mantissa_bits) & 0x1FF) + (row << 9)
     counted = torch.bincount(fields, minlength=512 * len(parts)).view(len(parts), 2, 256).sum(1)
-    out = torch.zeros(len(parts), _bins(fmt), dtype=torch.int64)
+    out = torch.zeros(len(parts), _bins(fmt), dtype=torch.int64, device="cpu")
     out[:, 1 + fmt.mantissa_bits : 255 + fmt.mantissa_bits] = counted[:, 1:255]
     # Zeros, subnormals, infinities and NaN share two fields: only rows that have one are looked at again.
     for i in (i for i, rare in enumerate((counted[:, 0] + counted[:, 255]).tolist()) if rare):
@@ -199,9 +199,9 @@ def what_if(t: Tensor, fmt: str | torch.dtype | Format, scale_log2: int = 0) -> 
     for part in _flat(t).split(_CHUNK):
         x = part.double()
         x = x[x.isfinite()]
-        stored = round_to(torch.ldexp(x, torch.tensor(scale_log2)), fmt)
+        stored = round_to(torch.ldexp(x, torch.tensor(scale_log2, device="cpu")), fmt)
         stays = stored.isfinite()
-        back = torch.ldexp(stored, torch.tensor(-scale_log2))
+        back = torch.ldexp(stored, torch.tensor(-scale_log2, device="cpu"))
         finite += x.numel()
         nonzero += int((x != 0).sum())
         flushed += int(((x != 0) & (stored == 0)).sum())

@@ -28,7 +28,7 @@ from halfstep.numerics.tape import Node, is_users
 from halfstep.numerics.trace import trace_step
 from halfstep.numerics.uncast import casts_weights, low_ops, no_region, weights_fault, zero_epsilons
 from halfstep.optim.masters import holder_of
-from halfstep.optim.resolution import expected_step, too_coarse
+from halfstep.optim.resolution import expected_step, find_idle_steps, too_coarse
 from halfstep.policy.levels import LOW_DTYPES
 from halfstep.scaling.loss_scale import NoLossScale
 from halfstep.torch_private import pytree
@@ -108,6 +108,7 @@ def findings_at_rest(
     return [
         *_buffers(parts, becomes),
         *(Finding("epsilon", *found) for found in zero_epsilons(parts.optimizers)),
+        *(Finding("fused step", *found) for found in find_idle_steps(parts.optimizers)),
         *coarse_weights(parts.optimizers),
         *_losses(parts, step),
         *_missing_scale(parts),
@@ -234,7 +235,7 @@ def _equal_neighbours(node: Node) -> _Found:
         dim, exact = node.args[1], rerun(node, torch.float32) or []
         row = [x.movedim(dim, -1).reshape(-1, x.shape[dim])[0] for x in (out, *exact[:1])]
     elif node.base in ("arange", "linspace") and out.dim() == 1:
-        row = [out, torch.arange(len(out))]
+        row = [out, torch.arange(len(out), device=out.device)]
     elif node.base == "_to_copy" and out.numel() == max(out.shape, default=0) and given:
         whole = given[0].detach().flatten().float()
         row = [out.flatten(), whole] if bool((whole == whole.round()).all()) else []
@@ -354,9 +355,10 @@ def audit(
 ) -> Audit:
     """Look at the dtypes of weights, buffers and optimizers; runs no step, reads values, changes nothing.
 
-    Rows: 16-bit weights without masters, and whether updates at this learning rate are lost in them; an
-    epsilon that fp16 rounds to zero; running statistics, positions and tables in 16 bits; losses that take
-    probabilities; tied weights that have come apart in two dtypes.
+    Rows: 16-bit weights without masters, and whether updates at this learning rate are lost in them; a fused
+    step of torch's that does not update them, tried on 64 weights of its own; an epsilon that fp16 rounds to
+    zero; running statistics, positions and tables in 16 bits; losses that take probabilities; tied weights
+    that have come apart in two dtypes.
 
     Args:
         model, optimizer: one or several, as for `prepare`; before it or after.

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from typing_extensions import TypeIs
 
+from halfstep.devices.transfer import capturing
 from halfstep.errors import UnsupportedError
 from halfstep.gradients import cuda
 from halfstep.gradients.cpu import GRADS
@@ -38,7 +39,7 @@ from halfstep.optim.bundles import (
     Bundle,
     Group,
 )
-from halfstep.trees import as_float32
+from halfstep.trees import as_float32, move_to
 
 ITEM = 32768  # elements of a program: a multiple of the tile
 TILE = 1024  # elements at a time
@@ -52,11 +53,6 @@ Number = float | Tensor | None
 _dtypes = attrgetter("dtype")
 
 
-def capturing(device: torch.device) -> bool:
-    """Whether what is launched now goes into a CUDA graph."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
 def _room(count: int, device: torch.device) -> Tensor:
     """Memory on the host for so many int64 numbers, from which `device` copies without waiting."""
     return torch.empty(count, dtype=torch.int64, pin_memory=device.type == "cuda", device="cpu")
@@ -65,7 +61,7 @@ def _room(count: int, device: torch.device) -> Tensor:
 def _upload(values: Sequence[Any], device: torch.device) -> Tensor:
     host = _room(len(values), device)
     host.numpy()[:] = values
-    return host.to(device, non_blocking=True)
+    return move_to(host, device)
 
 
 class DeviceTable:
@@ -92,7 +88,7 @@ class DeviceTable:
             if host is None:
                 host = _room(len(values), self._device)
             host.numpy()[:] = values
-            there = host.to(self._device, non_blocking=True)
+            there = move_to(host, self._device)
             captured += [host, there]
         if self._spare is None and captured is None:
             self._spare = _room(len(values), self._device)
@@ -205,7 +201,7 @@ class Plans:
         hyper, lr = _hyper_of(group, device)
         skip = None
         if isinstance(found_inf, Tensor):
-            skip = found_inf.to(device, torch.bool, non_blocking=True).view(torch.uint8)
+            skip = move_to(found_inf, device, torch.bool).view(torch.uint8)
         tables = [bundle.table(LINES) for bundle in bundles]
         for bundle, table in zip(bundles, tables):
             if bundle.rounds_randomly:
@@ -296,7 +292,7 @@ def _factors(
     product, tensors = sign, list[Tensor | None]()
     for one in (inv_scale, clip):
         if _is_here(one, device):
-            tensors.append(one.detach().to(device, torch.float32, non_blocking=True))
+            tensors.append(move_to(one.detach(), device, torch.float32))
         else:
             tensors.append(None)
             product = product if one is None else as_float32(product * as_float32(float(one)))

@@ -50,7 +50,7 @@ def _settle_step(entry: Entry, p: Tensor, algorithm: Algorithm, name: str) -> No
     if isinstance(step, Tensor) and step.numel() != 1:
         raise ConfigError(f"the state 'step' of {name} has shape {list(step.shape)}, expected one number")
     if not isinstance(step, Tensor) or step.dtype != torch.float32 or step.dim():
-        step = torch.tensor(0.0 if step is None else float(step), dtype=torch.float32)
+        step = torch.tensor(0.0 if step is None else float(step), dtype=torch.float32, device="cpu")
     entry["step"] = step.to(p.device)
 
 
@@ -163,9 +163,9 @@ def settle_master(entry: Entry, p: Tensor, kind: int, value: Tensor | None) -> N
         entry["lacking"] = torch.zeros_like(p, dtype=torch.int16)
     if value is not None:
         wide = torch.empty_like(p, dtype=torch.float32).copy_(value)
-        storage.write_weight(
-            kind, storage.flat(wide), storage.flat(p), storage.flat(entry[wanted]) if wanted else None, None
-        )
+        targets = [storage.flat(p), *([storage.flat(entry[wanted])] if wanted else [])]
+        for target, kept in zip(targets, storage.stored_weight(kind, storage.flat(wide), p.dtype, None)[0]):
+            target.copy_(kept)
 
 
 def _fits_master(given: Any, wanted: str, p: Tensor) -> bool:

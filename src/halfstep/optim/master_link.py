@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from halfstep.devices import capturing
 from halfstep.distributed import local_of
 from halfstep.errors import CheckpointError, ConfigError, UnsupportedError
 from halfstep.gradients.cpu import GRADS, WorkItems, kernels, run_ranges
@@ -134,7 +135,7 @@ def _differing(masters: Sequence[Master]) -> list[Master]:
 def _differ(masters: Sequence[Master]) -> bool:
     """Whether any of the weights is not its master, rounded: one value is read from an accelerator."""
     weights = [m._source for m in masters]
-    if weights[0].is_cuda and torch.cuda.is_current_stream_capturing():
+    if capturing(weights[0].device):
         return False
     distances = list(map(torch.empty_like, weights))
     foreach_copy_(distances, masters)

@@ -86,7 +86,7 @@ def _over(groups: tuple[Any, ...], own: Sequence[Sequence[float]]) -> tuple[floa
     peak = math.nan if any(map(math.isnan, peaks)) else max(peaks, default=0.0)
     if not groups:
         return squares, peak
-    wide = torch.tensor([squares, peak], dtype=torch.float64)
+    wide = torch.tensor([squares, peak], dtype=torch.float64, device="cpu")
     total, largest = sums_over(groups, wide[0], wide[1])
     return float(total), float(largest)
 

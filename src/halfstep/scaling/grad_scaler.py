@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.amp import grad_scaler as torchs
 
 from halfstep import devices, distributed
+from halfstep.devices import refuse_capture
 from halfstep.errors import (
     CheckpointError,
     ConfigError,
@@ -46,7 +47,15 @@ from halfstep.scaling.loss_scale import (
 )
 from halfstep.scaling.skips import SkipCount
 from halfstep.torch_private import pytree
-from halfstep.trees import gradients_of, home_device, multiply, parameters_of, reciprocal
+from halfstep.trees import (
+    gradients_of,
+    home_device,
+    move_to,
+    multiply,
+    parameters_of,
+    reciprocal,
+    scalar_on,
+)
 
 _OURS = "halfstep"
 _CONSTANT = DynamicLossScale(growth=1.0, backoff=1.0)
@@ -159,7 +168,7 @@ class GradScaler(torchs.GradScaler):
         """
         if not self._enabled:
             return
-        self._check_scale_growth_tracker("unscale_")
+        refuse_capture(self._check_scale_growth_tracker("unscale_")[0].device, "scaler.unscale_()")
         stage = self._row(optimizer)["stage"]
         if stage is torchs.OptState.UNSCALED:
             raise ScalerStateError(
@@ -220,6 +229,7 @@ class GradScaler(torchs.GradScaler):
                 "backward on an unscaled loss. Run forward and backward yourself, then step(optimizer)."
             )
         scale, _ = self._check_scale_growth_tracker("step")
+        refuse_capture(scale.device, "scaler.step()")
         row = self._row(optimizer)
         if row["stage"] is torchs.OptState.STEPPED:
             raise ScalerStateError("step() has already been called since the last update().")
@@ -261,6 +271,7 @@ class GradScaler(torchs.GradScaler):
         if not self._enabled:
             return
         scale, _ = self._check_scale_growth_tracker("update")
+        refuse_capture(scale.device, "scaler.update()")
         rule = self.loss_scale
         rows = [row for row in self._per_optimizer_states.values() if row["found_inf_per_device"]]
         self._per_optimizer_states.clear()
@@ -287,10 +298,10 @@ class GradScaler(torchs.GradScaler):
         self._rule, numbers = rule, _numbers(rule) or _CONSTANT
         scale, clean = self._check_scale_growth_tracker("update")
         for held, number in ((scale, rule.value), (clean, numbers.clean)):
-            held.copy_(torch.as_tensor(number), non_blocking=not held.is_cpu)
+            held.copy_(scalar_on(number, held.dtype, held.device))
 
     def _scale_on(self, device: torch.device) -> Tensor:
-        return self._check_scale_growth_tracker("scale")[0].to(device, non_blocking=True)
+        return move_to(self._check_scale_growth_tracker("scale")[0], device)
 
     def _inverse(self, grads: list[Tensor]) -> Tensor:
         return reciprocal(self._scale_on(home_device(grads) if grads else torch.device("cpu")))
@@ -313,6 +324,8 @@ class GradScaler(torchs.GradScaler):
         outcome = Outcome(
             taken=True, finite=stats.finite, grad_norm=stats.norm, amax=stats.amax, result=result
         )
+        if devices.capturing(stats.norm.device):
+            return outcome
         if not all(record.finite for record in self._queue.push(outcome)) and not self._warned:
             self._warned = True
             warnings.warn(

@@ -19,7 +19,7 @@ from halfstep.scaling.loss_scale import (
     check_scale,
     is_number,
 )
-from halfstep.trees import home_device
+from halfstep.trees import home_device, move_to, scalar_on
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class HeadroomLossScale(LossScale):
         past = self.history
         if not isinstance(past, Tensor) and not any(past):
             return self.limit.value
-        known = past if isinstance(past, Tensor) else torch.tensor(past, dtype=torch.float32)
+        known = past if isinstance(past, Tensor) else torch.tensor(past, dtype=torch.float32, device="cpu")
         room = _power_of_two_below(self.overflow_at / (known.max() * 2.0**self.bits))
         value = torch.minimum(room, self.limit.tensor(known.device)).clamp(min=self.limit.min)
         return value if isinstance(past, Tensor) else float(value)
@@ -88,8 +88,8 @@ class HeadroomLossScale(LossScale):
             )
         tensors = [x for x in (finite, amax, self.history) if isinstance(x, Tensor)]
         device = home_device(tensors) if tensors else torch.device("cpu")
-        flag = torch.as_tensor(finite).to(device, non_blocking=True).reshape(()).bool()
-        peak = torch.as_tensor(amax, dtype=torch.float32).to(device, non_blocking=True).reshape(())
+        flag = scalar_on(finite, torch.bool, device)
+        peak = scalar_on(amax, torch.float32, device)
         seen = torch.where(flag, peak, self.overflow_at / self.tensor(device))
         clean = flag & (self.limit.tensor(device) * seen <= self.overflow_at)
         if not tensors:
@@ -97,7 +97,7 @@ class HeadroomLossScale(LossScale):
             return replace(self, limit=self.limit.adjust(bool(clean)), history=past[-self.window :])
         past = torch.zeros(self.window, device=device)
         if isinstance(self.history, Tensor):
-            past = self.history.to(device, non_blocking=True)
+            past = move_to(self.history, device)
         elif self.history:
             past = torch.tensor((0.0,) * (self.window - len(self.history)) + self.history, device=device)
         return replace(self, limit=self.limit.adjust(clean), history=torch.cat([past[1:], seen.reshape(1)]))

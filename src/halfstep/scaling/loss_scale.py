@@ -20,7 +20,7 @@ from typing_extensions import TypeIs
 
 from halfstep.errors import ConfigError, show
 from halfstep.gradients import cuda
-from halfstep.trees import as_float32, map_floats, multiply, reciprocal
+from halfstep.trees import as_float32, map_floats, move_to, multiply, reciprocal
 
 #: The largest power of two in float32: no scale lies above.
 LARGEST_SCALE = 2.0**127
@@ -89,7 +89,7 @@ class LossScale:
         """Return the scale as a 0-d float32 tensor on `device`."""
         value = self.value
         if isinstance(value, Tensor):
-            return value if device is None else value.to(device, non_blocking=True)
+            return value if device is None else move_to(value, device)
         return torch.full((), value, dtype=torch.float32, device=device)
 
     def inverse(self, device: torch.device | str | None = None) -> Tensor:
@@ -339,5 +339,5 @@ def _count_on(count: int | Tensor, flag: bool | Tensor) -> Any:
     if not isinstance(flag, Tensor):
         return int(count)
     if isinstance(count, Tensor):
-        return count.to(flag.device, non_blocking=True)
+        return move_to(count, flag.device)
     return torch.full((), count, dtype=torch.int32, device=flag.device)

@@ -100,7 +100,7 @@ class _Reading(LoadPlanner):
         items: list[ReadItem] = []
         for name, (offsets, shape) in self.boxes.items():
             stored = self._stored[name]
-            self.values[name] = torch.empty(shape, dtype=stored.properties.dtype)
+            self.values[name] = torch.empty(shape, dtype=stored.properties.dtype, device="cpu")
             chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(shape))
             items += create_read_items_for_chunk_list(name, stored, [chunk])
         return LoadPlan(items)

@@ -305,7 +305,7 @@ def _boxes(session: Session, wholes: Mapping[str, Sequence[int]]) -> dict[str, t
     likes = {name: t for name, t, _ in _tensors(session)}
     for index, (optimizer, own) in enumerate(zip(session.optimizers, optimizer_names(session))):
         likes |= {f".optimizer.{index}.{name}": w for name, w in zip(own, weights_of(optimizer))}
-    plain = torch.empty(0)
+    plain = torch.empty(0, device="cpu")
     cut = {name: likes.get(name, likes.get(name.rpartition(".")[0], plain)) for name in wholes}
     return {name: _box_of(cut[name], whole) for name, whole in wholes.items()}
 

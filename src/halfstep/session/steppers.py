@@ -55,7 +55,9 @@ class Stepper:
         return gradients_of(self.optimizer)
 
     def round_sums(self) -> None:
-        """Round sums of micro-batches to their weights' dtype, once: what ranks that send 16 bits have too."""
+        """Round sums of micro-batches to their weights' dtype, once, as ranks do that send 16 bits."""
+        if getattr(self.optimizer, "accumulate", None) == "fp32":
+            return  # asked for whole sums
         for w in weights_of(self.optimizer):
             if w.grad is not None and w.grad_dtype is torch.float32 and w.dtype in LOW_DTYPES:
                 w.grad_dtype = None
@@ -232,7 +234,7 @@ class TorchStepper(Stepper):
         norms = whole_norms(gradients)
         if self.norm_group is not None:
             norms = norms_of_stages(norms, self.norm_group)
-        return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+        return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), device="cpu")
 
 
 def steppers_of(

@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
@@ -42,6 +43,7 @@ from halfstep.numerics.trace import Trace
 from halfstep.session.prepare import prepare
 from halfstep.trainer import earlier
 from halfstep.trainer.records import Callback, History, Logger, Metric, ProgressBar, StepLog
+from halfstep.trees import move_to
 
 # ---- what a Trainer refuses before it touches a weight, on every rank alike ---------------------------
 
@@ -144,7 +146,7 @@ def checked(batch: Any, step: int, device: torch.device) -> tuple[Any, Any]:
                 f"the {part} of the batch for step {step} holds {bad} values of {kind}; "
                 "clean the data, nothing was updated with it"
             )
-    x, y = (v.to(device, non_blocking=True) if isinstance(v, Tensor) else v for v in pair)
+    x, y = (move_to(v, device) if isinstance(v, Tensor) else v for v in pair)
     return x, y
 
 
@@ -347,7 +349,8 @@ class Trainer:
         self.step, self.epoch, self.history = 0, 0, History()
         self.schedulers = [] if scheduler is None else [scheduler]
         self._replayable = Replayable(self.amp, others=self.schedulers) if trace else None
-        self._step = partial(_train, self)  # one function throughout, which a Replayable asks for
+        # One function throughout, which a Replayable asks for; it keeps no Trainer alive.
+        self._step = partial(_train, weakref.proxy(self))
         self._pending: list[tuple[int, Tensor, Any]] = []
         self._position: Position | None = None
         self.rank_timeout = rank_timeout
@@ -389,7 +392,7 @@ class Trainer:
         """
         last = last_step(loader, steps, epochs, self.accumulate)
         check_ranks(last)
-        self._position = Position(loader, self._end_epoch)
+        self._position = Position(loader, partial(Trainer._end_epoch, weakref.proxy(self)))
         self.history, self._stop = History(), ""
         if resume and self.folder is None:
             raise ConfigError("resume=True without a checkpoint folder; pass checkpoints='runs/mine'")
@@ -432,7 +435,9 @@ class Trainer:
         """Whether some rank was asked to stop; saves first where SIGTERM asked it."""
         if self.device.type != "cpu" and self.step % self.read_every and world_size() > 1:
             return False  # asking makes an accelerator wait
-        killed, stopped = all_ranks(torch.tensor([bool(self._sigterm), bool(self._stop)])).tolist()
+        killed, stopped = all_ranks(
+            torch.tensor([bool(self._sigterm), bool(self._stop)], device="cpu")
+        ).tolist()
         if killed and self.folder is not None:
             self.amp.wait_until_saved()
             if not self.folder.has(self.step):

@@ -1,0 +1,175 @@
+"""A GPU computes what a CPU does, also with a part of the program on the host or a default device."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import halfstep as hs
+from halfstep.distributed import all_ranks
+from halfstep.trainer import Trainer
+from tests.gpu.machine import DEVICE, Machine
+
+CPU = torch.device("cpu")
+
+
+def numbers() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(64, 16, generator=generator), torch.randint(0, 4, (64,), generator=generator)
+
+
+def on_both(run: Callable[[torch.device], list[float]]) -> None:
+    """The same numbers on the device as on the CPU, and a training run that got somewhere."""
+    expected = run(CPU)
+    assert expected[-1] < expected[0]
+    assert run(DEVICE) == pytest.approx(expected, rel=2e-3, abs=1e-5)
+
+
+@pytest.mark.parametrize("loss_scale", ["dynamic", "headroom", 1024.0])
+def test_a_loss_on_the_host(gpu: Machine, loss_scale):
+    def run(device: torch.device) -> list[float]:
+        torch.manual_seed(0)
+        net, (x, y), losses = nn.Linear(16, 4).to(device), numbers(), []
+        optimizer = hs.optim.SGD(net.parameters(), lr=0.5)
+        amp = hs.prepare(net, optimizer, dtype="fp16", loss_scale=loss_scale, kernels="native")
+        for _ in range(5):
+            with amp.autocast():
+                out = net(x.to(device))
+            loss = F.cross_entropy(out.float().cpu(), y)
+            amp.backward(loss)
+            outcome = amp.step()
+            losses.append(loss.item())
+        return [*losses, outcome.grad_norm]
+
+    on_both(run)
+
+
+def test_a_loss_on_the_host_by_grad_scaler(gpu: Machine):
+    def run(device: torch.device) -> list[float]:
+        torch.manual_seed(0)
+        net, (x, y), losses = nn.Linear(16, 4).to(device), numbers(), []
+        optimizer, scaler = torch.optim.SGD(net.parameters(), lr=0.5), hs.GradScaler(device.type)
+        for _ in range(5):
+            optimizer.zero_grad()
+            with hs.autocast(device.type, "fp16", kernels="native"):
+                out = net(x.to(device))
+            scaler.scale(out.float().square().mean()).backward(retain_graph=True)
+            loss = F.cross_entropy(out.float().cpu(), y)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            losses.append(loss.item())
+        return losses
+
+    on_both(run)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, hs.optim.SGD])
+@pytest.mark.parametrize("separate", [False, True])
+@pytest.mark.parametrize("loss_on", ["host", "device"])
+def test_a_part_of_the_model_on_the_host(gpu: Machine, kind, separate, loss_on):
+    def run(device: torch.device) -> list[float]:
+        torch.manual_seed(0)
+        body, head, (x, y), losses = nn.Linear(16, 16).to(device), nn.Linear(16, 4), numbers(), []
+        parts = [body, head] if separate else [nn.ModuleList([body, head])]
+        optimizers = [kind(part.parameters(), lr=0.1) for part in parts]
+        amp = hs.prepare([body, head], optimizers, dtype="fp16", loss_scale=1024.0, kernels="native")
+        weights = [body.weight.detach().cpu().clone(), head.weight.detach().clone()]
+        for _ in range(5):
+            with amp.autocast():
+                hidden = body(x.to(device))
+            loss = F.cross_entropy(head(hidden.float().cpu()), y)
+            loss = loss.to(device) if loss_on == "device" else loss
+            amp.backward(loss)
+            for optimizer in optimizers:
+                amp.step(optimizer)
+            losses.append(loss.item())
+        after = body.weight.detach().cpu(), head.weight.detach()
+        return [*losses, *(-float((a - b).abs().sum()) for a, b in zip(after, weights))]
+
+    on_both(run)
+
+
+@pytest.mark.parametrize(("level", "dtype"), [("O1", "fp16"), ("O2", "bf16"), ("O3", "bf16")])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, hs.optim.AdamW])
+def test_a_model_on_the_host_beside_a_default_device(gpu: Machine, level, dtype, kind, tmp_path):
+    def run(default: torch.device) -> list[float]:
+        torch.manual_seed(0)
+        net, (x, y), losses = nn.Linear(16, 4), numbers(), []
+        torch.set_default_device(default)
+        try:
+            scale = "headroom" if dtype == "fp16" else None
+            optimizer = kind(net.parameters(), lr=0.1)
+            amp = hs.prepare(net, optimizer, level, dtype=dtype, loss_scale=scale, kernels="native")
+            for step in range(4):
+                with amp.autocast():
+                    loss = F.cross_entropy(net(x).float(), y)
+                amp.backward(loss)
+                outcome = amp.step(clip_norm=1.0)
+                losses += [loss.item(), -outcome.scale]
+                if step == 1:
+                    amp.load(amp.save(tmp_path / default.type))
+        finally:
+            torch.set_default_device(None)
+        return losses
+
+    expected = run(CPU)
+    assert expected[-2] < expected[0]
+    assert run(DEVICE) == expected
+
+
+def test_headroom_of_numbers_beside_a_default_device(gpu: Machine):
+    torch.set_default_device(DEVICE)
+    try:
+        scale = hs.HeadroomLossScale(bits=2).adjust(finite=True, amax=4.0)
+    finally:
+        torch.set_default_device(None)
+    assert (scale.value, scale.history) == (2048.0, (4.0,))
+
+
+def test_a_trainer_on_the_host_of_batches_on_the_device(gpu: Machine):
+    def run(device: torch.device) -> list[float]:
+        torch.manual_seed(0)
+        net, (x, y) = nn.Linear(16, 4), numbers()
+        loss_fn: Callable[[Tensor, Tensor], Tensor] = lambda out, y: F.cross_entropy(out.float(), y)  # noqa: E731
+        optimizer = hs.optim.SGD(net.parameters(), lr=0.5)
+        trainer = Trainer(net, optimizer, loss_fn, dtype="bf16", progress=False, kernels="native")
+        return trainer.fit([(x.to(device), y.to(device))] * 6, steps=6).losses
+
+    assert run(DEVICE) == run(CPU)
+
+
+@pytest.fixture
+def group_of_the_device():
+    """A process group of two ranks that reduces tensors of the device alone, as NCCL's do; the other rank
+    agrees with whatever this one says."""
+    dist.init_process_group(f"{DEVICE.type}:fake", rank=0, world_size=2, store=FakeStore())
+    yield
+    dist.destroy_process_group()
+
+
+def test_flags_of_the_host_over_ranks(gpu: Machine, group_of_the_device):
+    for flags in ([True, False], [False, False], [False, True], [False] * 33):
+        assert all_ranks(torch.tensor(flags)).tolist() == flags
+
+
+def test_a_trainer_over_ranks_is_not_stopped(gpu: Machine, group_of_the_device):
+    net, (x, y) = nn.Linear(16, 4).to(DEVICE), numbers()
+    loss_fn: Callable[[Tensor, Tensor], Tensor] = lambda out, y: F.cross_entropy(out.float(), y)  # noqa: E731
+    optimizer = hs.optim.SGD(net.parameters(), lr=0.5)
+    trainer = Trainer(
+        net,
+        optimizer,
+        loss_fn,
+        dtype="bf16",
+        progress=False,
+        read_every=1,
+        wrap=lambda model: model,
+        kernels="native",
+    )
+    history = trainer.fit([(x, y)] * 6, steps=6)
+    assert (len(history.losses), history.stopped) == (6, "")
