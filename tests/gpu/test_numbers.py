@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import halfstep as hs
+from halfstep.compat.apex import amp
 from halfstep.distributed import all_ranks
 from halfstep.trainer import Trainer
 from tests.gpu.machine import DEVICE, Machine
@@ -173,3 +174,164 @@ def test_a_trainer_over_ranks_is_not_stopped(gpu: Machine, group_of_the_device):
     )
     history = trainer.fit([(x, y)] * 6, steps=6)
     assert (len(history.losses), history.stopped) == (6, "")
+
+
+# ---- a device is asked, not remembered -------------------------------------------------------------------
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 4))
+
+
+KINDS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "torch": torch.optim.AdamW,
+    "fused": lambda params, **options: torch.optim.AdamW(params, fused=True, **options),
+    "ours": hs.optim.AdamW,
+    "8-bit": lambda params, **options: hs.optim.AdamW(params, state_dtype="8bit", **options),
+}
+
+
+def steps_of(amp: hs.Session, model: nn.Module, device: torch.device, count: int) -> list[float]:
+    x, y = (t.to(device) for t in numbers())
+    losses: list[float] = []
+    for _ in range(count):
+        with amp.autocast():
+            out = model(x)
+            loss = F.cross_entropy(out.float(), y)
+        amp.backward(loss)
+        assert amp.step().taken
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("moved_after", [0, 2])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("level", ["O1 bf16", "O1 fp16", "O2 bf16", "O3 bf16"])
+def test_a_model_moves_after_prepare(gpu: Machine, level, kind, moved_after):
+    level, dtype = level.split()
+
+    def run(first: torch.device, second: torch.device) -> list[float]:
+        model = net().to(first)
+        amp = hs.prepare(
+            model, KINDS[kind](model.parameters(), lr=1e-2), level, dtype=dtype, kernels="native"
+        )
+        losses = steps_of(amp, model, first, moved_after)
+        model.to(second)
+        if moved_after and kind in ("torch", "fused") and first != second:  # the norm's, which have no master
+            with pytest.raises(hs.ConfigError, match=r"moved to .*load_state_dict"):
+                amp.autocast()
+            amp.optimizers[0].load_state_dict(amp.optimizers[0].state_dict())
+        losses += steps_of(amp, model, second, 3)
+        assert amp.device.type == second.type
+        amp.revert()
+        assert {p.dtype for p in model.parameters()} == {torch.float32}
+        return losses
+
+    expected = run(CPU, CPU)
+    assert expected[-1] < expected[0]
+    assert run(CPU, DEVICE) == pytest.approx(expected, rel=2e-2)
+    assert run(DEVICE, CPU) == pytest.approx(expected, rel=2e-2)
+
+
+def test_ops_are_cast_where_the_model_was_moved(gpu: Machine):
+    model, seen = net(), list[torch.dtype]()
+    amp = hs.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), dtype="bf16", kernels="native")
+    model.to(DEVICE)
+    model[0].register_forward_hook(lambda module, args, out: seen.append(out.dtype))
+    steps_of(amp, model, DEVICE, 1)
+    assert seen == [torch.bfloat16]
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_the_first_parameter_is_on_the_host(gpu: Machine, dtype):
+    def run(device: torch.device) -> list[float]:
+        torch.manual_seed(0)
+        table, body = nn.Embedding(10, 16), nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 4))
+        model, seen, losses = nn.ModuleList([table, body.to(device)]), list[torch.dtype](), list[float]()
+        optimizer = hs.optim.SGD(model.parameters(), lr=0.1)
+        amp = hs.prepare(model, optimizer, dtype=dtype, loss_scale=64.0, kernels="native")
+        body[0].register_forward_hook(lambda module, args, out: seen.append(out.dtype))
+        target = torch.zeros(10, dtype=torch.long, device=device)
+        for micro in range(4):
+            with amp.autocast():
+                loss = F.cross_entropy(body(table(torch.arange(10)).to(device)).float(), target)
+            amp.backward(loss)
+            if micro % 2:
+                assert amp.step().taken
+            else:
+                amp.loss_scale = hs.StaticLossScale(32.0)  # gradients on both devices are brought to it
+            losses.append(loss.item())
+        assert amp.device.type == device.type
+        assert set(seen) == {getattr(torch, {"bf16": "bfloat16", "fp16": "float16"}[dtype])}
+        return losses
+
+    on_both(run)
+
+
+def test_apex_moves_after_initialize(gpu: Machine):
+    def run(device: torch.device) -> list[float]:
+        model, losses, (x, y) = net(), list[float](), numbers()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0, loss_scale=128.0)
+        try:
+            model.to(device)
+            for _ in range(3):
+                optimizer.zero_grad()
+                out = model(x.to(device))
+                loss = F.cross_entropy(out.float(), y.to(device))
+                with amp.scale_loss(loss, optimizer) as scaled:
+                    scaled.backward()
+                optimizer.step()
+                losses.append(loss.item())
+        finally:
+            amp.shutdown()
+        return losses
+
+    on_both(run)
+
+
+def test_apex_names_the_order_at_o1(gpu: Machine):
+    if DEVICE.type == "cpu":
+        pytest.skip("needs a second device")
+    model = net()
+    amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O1", verbosity=0)
+    try:
+        model.to(DEVICE)
+        with pytest.raises(RuntimeError, match="move the model first"):
+            model(numbers()[0].to(DEVICE))
+    finally:
+        amp.shutdown()
+
+
+@pytest.mark.parametrize("orthogonal_map", ["matrix_exp", "cayley", "householder"])
+@pytest.mark.parametrize("level", ["O1 fp16", "O2 bf16", "O2 fp16", "O3 bf16"])
+def test_orthogonal_weights(gpu: Machine, level, orthogonal_map):
+    """torch has no LU and QR in 16 bits, and its matrix exponential gives gradients of NaN in them."""
+
+    def run(device: torch.device, level: str, dtype: str | None = None) -> list[float]:
+        model, losses, (x, y) = net().to(device), list[float](), numbers()
+        nn.utils.parametrizations.orthogonal(model[3], orthogonal_map=orthogonal_map)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        amp = hs.prepare(model, optimizer, level, dtype=dtype, kernels="native")
+        for _ in range(3):
+            with amp.autocast():
+                loss = F.cross_entropy(model(x.to(device)).float(), y.to(device))
+            amp.backward(loss)
+            amp.step()
+            losses.append(loss.item())
+        weight = model[3].weight.float()  # outside of a region too
+        return [*losses, float((weight @ weight.T - torch.eye(4, device=device)).abs().max())]
+
+    expected = run(CPU, "O0")
+    assert run(DEVICE, *level.split()) == pytest.approx(expected, rel=0.05, abs=0.02)
+
+
+def test_a_matrix_exponential_of_16_bits_has_gradients(gpu: Machine):
+    x = torch.linspace(-0.3, 0.3, 64, device=DEVICE).reshape(8, 8).bfloat16().requires_grad_()
+    for function in (torch.matrix_exp, torch.linalg.matrix_exp):
+        with hs.autocast(DEVICE.type, "bf16"):
+            out = function(x)
+        out.float().square().sum().backward()
+        assert out.dtype == torch.float32
+        assert bool(x.grad.isfinite().all())

@@ -49,6 +49,7 @@ from halfstep.names import fqns, unwrap
 from halfstep.policy.levels import Level, level_of
 from halfstep.policy.ops import Rule
 from halfstep.policy.plan import Plan, PlanRule
+from halfstep.trees import compute_device
 
 _CONVERTED: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 #: Each gives a context in which a model is converted, for who wants to see what that does to it.
@@ -142,6 +143,7 @@ class Conversion:
             low, wide = tensor.data, tensor.data.to(dtype)
             original = self.originals.get(tensor, self.buffers.originals.get(tensor))
             if original is not None and original.shape == low.shape:
+                original = original.to(low.device)  # the model may have been moved since
                 same = original.to(low.dtype) == low
                 wide = torch.where(same, original.to(wide), wide)
             replace_data(tensor, wide)
@@ -246,7 +248,7 @@ def _read(
 ) -> tuple[Level | None, torch.dtype]:
     level, word = (None, None) if isinstance(plan_or_level, Plan) else level_of(plan_or_level)
     given = parse_dtype(dtype) if dtype is not None else word
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    device = compute_device(model.parameters())
     if level is not None and level.compute_role == "full":
         return level, level.check_dtype(given)
     if given is None:

@@ -22,7 +22,7 @@ from halfstep.gradients.per_parameter import amaxes
 from halfstep.numerics.snapshot import Snapshot, StepParticipants
 from halfstep.numerics.tape import is_finite
 from halfstep.numerics.trace import Trace, trace_step
-from halfstep.trees import gradients_of, tensors_in
+from halfstep.trees import compute_device, gradients_of, tensors_in
 
 _SHARDED = (
     "step {}: gradients or the loss are not finite. No op is named: fully_shard frees the weights that it "
@@ -166,7 +166,7 @@ class Replayable:
         if self._parts is None or self._step is not step:
             self._parts, self._step = StepParticipants(step, self._given), step
             self._sharded = any(map(is_sharded, self._parts.models))
-            self._device = next((p.device for p in self._parts.parameters()), torch.device("cpu"))
+            self._device = compute_device(self._parts.parameters())
         return self._parts
 
     def _guards(self, parts: StepParticipants, ran: _Ran) -> list[Any]:

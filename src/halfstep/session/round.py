@@ -163,10 +163,13 @@ def opened(state: StepState, steppers: Sequence[Stepper], indices: Collection[in
     new = state.loss_scales[number]
     for index in indices:
         old = state.carried[index]
-        gradients = steppers[index].gradients() if old is not None and old is not new else []
-        if old is not None and gradients:
-            home = gradients[0].device
-            factor = new.tensor(home) * old.inverse(home)
+        if old is None or old is new:
+            continue
+        by_device: dict[torch.device, list[Tensor]] = {}
+        for gradient in steppers[index].gradients():
+            by_device.setdefault(gradient.device, []).append(gradient)
+        for device, gradients in by_device.items():
+            factor = new.tensor(device) * old.inverse(device)
             foreach_mul_(gradients, factor)
     return state.backward(indices, number)
 
