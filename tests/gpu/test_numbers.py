@@ -1,6 +1,9 @@
 """A GPU computes what a CPU does, also with a part of the program on the host or a default device."""
 
+import os
+import warnings
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -10,9 +13,13 @@ from torch.nn import functional as F
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import halfstep as hs
+from halfstep.cli._tune_script import run_script
 from halfstep.compat.apex import amp
 from halfstep.distributed import all_ranks
+from halfstep.doctor.process import run_in_process
+from halfstep.numerics.replayable import Replayable
 from halfstep.trainer import Trainer
+from halfstep.tuning.choices import LevelChoice
 from tests.gpu.machine import DEVICE, Machine
 
 CPU = torch.device("cpu")
@@ -320,7 +327,7 @@ def test_orthogonal_weights(gpu: Machine, level, orthogonal_map):
             amp.backward(loss)
             amp.step()
             losses.append(loss.item())
-        weight = model[3].weight.float()  # outside of a region too
+        weight = model[3].weight.detach().float()  # outside of a region too
         return [*losses, float((weight @ weight.T - torch.eye(4, device=device)).abs().max())]
 
     expected = run(CPU, "O0")
@@ -335,3 +342,72 @@ def test_a_matrix_exponential_of_16_bits_has_gradients(gpu: Machine):
         out.float().square().sum().backward()
         assert out.dtype == torch.float32
         assert bool(x.grad.isfinite().all())
+
+
+# ---- device tensors stay in their process ----------------------------------------------------------------
+
+
+def test_what_a_process_sends_is_on_the_host(gpu: Machine):
+    found, said = run_in_process(partial(torch.full, (3,), 2.0, device=DEVICE), os.environ)
+    assert said == ""
+    assert (found.device, found.tolist()) == (CPU, [2.0] * 3)
+
+
+SCRIPT = """
+import torch
+from torch import nn
+import halfstep as hs
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4)).to("DEVICE")
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+amp = hs.prepare(model, optimizer)
+x = torch.randn(8, 16).to("DEVICE")
+for _ in range(20):
+    with amp.autocast():
+        loss = model(x).float().square().mean()
+    amp.backward(loss)
+    amp.step()
+"""
+
+
+def test_a_run_of_tune_brings_gradients_of_the_host(gpu: Machine, tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT.replace("DEVICE", DEVICE.type))
+    run = run_script(path, (), LevelChoice("O1", "bf16"), 60)
+    assert run.trial.failed is None
+    assert {gradient.device for gradient in run.first.gradients.values()} == {CPU}
+    assert len(run.first.gradients) == 4
+
+
+# ---- a replay from the weights of before ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, hs.optim.SGD])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_replay_names_the_op_and_not_its_weights(gpu: Machine, level, kind):
+    """The update of a step that is taken whatever its gradients hold has spoiled the weights by then."""
+
+    def run(device: torch.device) -> list[tuple[int, str, str, str]]:
+        torch.manual_seed(0)
+        model, x = nn.Linear(16, 4).to(device), numbers()[0].to(device)
+        session = hs.prepare(model, kind(model.parameters(), lr=0.1), level, dtype="bf16", kernels="native")
+        replay = Replayable(session, warn=False)
+
+        def step(x: Tensor, divisor: Tensor) -> Tensor:
+            with session.autocast():
+                loss = (model(x) / divisor).float().mean()
+            session.backward(loss)
+            session.step()
+            return loss.detach()
+
+        for number in range(3):
+            replay.run(step, x, torch.full((), float(number != 2), device=device))
+        assert replay.last is not None  # of the step that was just made
+        assert not all(p.isfinite().all() for p in model.parameters())  # as without a replay
+        return [(n, t.bad.phase, t.bad.op, t.bad.cause.text) for n, t in replay.traces]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", hs.HalfstepWarning)
+        expected = run(CPU)
+        assert [found[2] for found in expected] == ["div"]
+        assert run(DEVICE) == expected
