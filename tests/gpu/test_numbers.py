@@ -1,5 +1,6 @@
 """A GPU computes what a CPU does, also with a part of the program on the host or a default device."""
 
+import gc
 import os
 import warnings
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from halfstep.numerics.replayable import Replayable
 from halfstep.trainer import Trainer
 from halfstep.tuning.choices import LevelChoice
 from tests.gpu.machine import DEVICE, Machine
+from tests.session.test_lifetime import alive, train
 
 CPU = torch.device("cpu")
 
@@ -411,3 +413,19 @@ def test_a_replay_names_the_op_and_not_its_weights(gpu: Machine, level, kind):
         expected = run(CPU)
         assert [found[2] for found in expected] == ["div"]
         assert run(DEVICE) == expected
+
+
+# ---- nothing keeps a model alive --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["torch", "ours", "releases"])
+@pytest.mark.parametrize("level", ["O1 fp16", "O2 bf16", "O3 bf16"])
+def test_device_memory_is_free_without_the_collector(gpu: Machine, level, kind):
+    """The latest outcomes of a device are not read yet, and refer to their session weakly."""
+    torch.optim.AdamW(nn.Linear(1, 1).parameters()).step()
+    gc.collect()
+    gc.disable()
+    try:
+        assert alive(train(level, kind, DEVICE)) == {}
+    finally:
+        gc.enable()

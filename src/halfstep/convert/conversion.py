@@ -197,11 +197,11 @@ def convert(
     """Convert a model in place to a level ("O2"), a plan, or a level with a plan on top; returns the record.
 
     At O2 floating parameters and buffers become `dtype`, those of normalisation layers stay fp32, floating
-    inputs of the model are cast to `dtype` and outputs to fp32. At O3 nothing is spared. O0 and O1 change
-    nothing. A plan says it by module path; a module whose dtype differs from that of the module above gets
-    casts at its edges, except torch's own norms where their kernels mix dtypes. Integer tensors, complex
-    numbers and 8-bit floats are untouched, gradients follow their parameters, modules with `to_float` keep
-    what it asked for.
+    inputs of the model are cast to `dtype` and outputs to fp32. At O3 nothing is spared. At both orthogonal
+    parametrizations compute in fp32, for want of 16-bit kernels. O0 and O1 change nothing. A plan says it by
+    module path; a module whose dtype differs from that of the module above gets casts at its edges, except
+    torch's own norms where their kernels mix dtypes. Integer tensors, complex numbers and 8-bit floats are
+    untouched, gradients follow their parameters, modules with `to_float` keep what it asked for.
 
     Args:
         model: any module, before DDP; a compiled one is looked into.

@@ -262,8 +262,8 @@ def prepare(
 ) -> Session:
     """Make a model and its optimizers train in mixed precision; returns the `Session` that drives them.
 
-    Call it before wrapping the model in DDP or `torch.compile`. Parameters keep their identity, so optimizers
-    built before keep working; `Session.revert()` undoes everything.
+    Call it after moving the model to its device and before wrapping it in DDP or `torch.compile`. Parameters
+    keep their identity, so optimizers built before keep working; `Session.revert()` undoes everything.
 
     Args:
         model: one module or several (a generator and a discriminator, say).
