@@ -37,7 +37,7 @@ def stepped(value: float, optimizer: str, level: str, dtype: str, shape: int = 4
 def test_a_norm_beyond_the_gradients_dtype_clips_to_the_limit(optimizer, level, dtype, value):
     moved, outcome = stepped(value, optimizer, level, dtype)
     assert outcome.grad_norm == pytest.approx(2 * value, rel=0.01)
-    assert outcome.taken and outcome.reason == ""
+    assert (outcome.taken, outcome.reason) == (True, "")
     assert moved == pytest.approx(1.0, rel=0.01)
 
 
@@ -55,7 +55,10 @@ def test_ordinary_gradients_are_clipped_bit_for_bit_as_by_torch(level):
     torch.manual_seed(0)
     ours, plain = nn.Linear(33, 17), nn.Linear(33, 17)
     plain.load_state_dict(ours.state_dict())
-    make = lambda net: torch.optim.SGD(net.parameters(), lr=0.1)
+
+    def make(net: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(net.parameters(), lr=0.1)
+
     amp, opt = (
         hs.prepare(ours, make(ours), level=level, dtype="fp32" if level == "O0" else "bf16"),
         make(plain),

@@ -53,7 +53,7 @@ class Outcome:
     `on_read` runs once, with the record, when the values arrive on the host: errors that travel late (a loss
     scale that collapsed) are raised there. Building, storing and printing an outcome never synchronises, and
     a value that the host has, such as `taken` of a step that cannot be skipped, is read without waiting for
-    the others. `clips`: the gradients were multiplied by `clip_norm / grad_norm`, so 0 where that is infinite.
+    the others. `clips`: the gradients were multiplied by `clip_norm / grad_norm`, so by 0 where it is inf.
     """
 
     def __init__(

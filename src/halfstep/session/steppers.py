@@ -259,7 +259,7 @@ class TorchStepper(Stepper):
     def _flagged_step(
         self, inv_scale: Tensor | None, norm: float | Tensor, clip_norm: float | None, found_inf: Tensor
     ) -> None:
-        """A step that divides by the scale, clips and skips in its own pass, by the names that torch reads."""
+        """A step that divides by the scale, clips and skips in its own pass, by names that torch reads."""
         values: dict[str, Tensor] = {"found_inf": found_inf.float()}
         factor = inv_scale
         if clip_norm is not None:
@@ -272,7 +272,7 @@ class TorchStepper(Stepper):
             self.optimizer.step()
 
     def _clip(self, norm: float | Tensor, clip_norm: float) -> Tensor | None:
-        """Clip the gradients to a norm of `clip_norm`; returns their norm where it is not the one measured."""
+        """Clip to a norm of `clip_norm`; returns their norm where it is not the one measured."""
         gradients = self.gradients()
         placed = any(local_of(g) is not g for g in gradients)
         sparse = any(g.is_sparse for g in gradients)

@@ -1,4 +1,4 @@
-"""What a training loop does depends neither on who reads its outcomes nor on when copies arrive: laws 9, 12."""
+"""What a training loop does depends neither on who reads outcomes nor on when copies arrive: laws 9, 12."""
 
 import pytest
 import torch
@@ -88,7 +88,7 @@ def test_whether_a_step_that_cannot_be_skipped_was_taken_waits_for_nothing(optim
                 loss = F.cross_entropy(net(x), y)
             amp.backward(loss)
             outcome = amp.step(clip_norm=1.0, scheduler=schedule)
-            assert outcome.taken and outcome and not outcome.skipped and outcome.scale == 1.0
+            assert (outcome.taken, bool(outcome), outcome.skipped, outcome.scale) == (True, True, False, 1.0)
         assert waits.names == []
 
 
@@ -107,7 +107,7 @@ def test_a_schedule_under_a_loss_scale_waits_once_a_step():
 
 def test_outcomes_of_before_a_load_count_nothing_after_it():
     with falsecuda.arrival("when waited for"):
-        net, amp, schedule = prepared("hs", "fp16")
+        net, amp, _ = prepared("hs", "fp16")
         state = amp.state_dict()
         x, y = batch()
         for _ in range(2):
