@@ -266,6 +266,16 @@ def device_types(group: Any) -> set[str]:
     return {device.type for device in group._device_types}
 
 
+def ddp_ignored(ddp: Any) -> list[Tensor]:
+    """Return the parameters that a DDP was told to ignore, and not those that it reduces late.
+
+    Private: it lists the late ones among the ignored, and apart from them in this list alone.
+    """
+    late = {id(p) for p in getattr(ddp, "_delay_all_reduce_params", ())}
+    named = ddp.module.named_parameters()
+    return [p for name, p in named if name in ddp.parameters_to_ignore and id(p) not in late]
+
+
 def comm_hooks(ddp: Any) -> Sequence[tuple[Any, Any]]:
     """Return the hooks that a DDP sends gradients through, to refuse fp16 ones at a bf16 level."""
     return getattr(ddp, "_comm_hooks", ())
