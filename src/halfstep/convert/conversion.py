@@ -53,6 +53,7 @@ from halfstep.policy.levels import LOW_DTYPES, Level, level_of
 from halfstep.policy.ops import Rule
 from halfstep.policy.plan import Plan, PlanRule
 from halfstep.policy.policy import Policy
+from halfstep.trees import compute_device
 
 _CONVERTED: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 #: Each gives a context in which a model is converted, for who wants to see what that does to it.
@@ -146,6 +147,7 @@ class Conversion:
             low, wide = tensor.data, tensor.data.to(dtype)
             original = self.originals.get(tensor, self.buffers.originals.get(tensor))
             if original is not None and original.shape == low.shape:
+                original = original.to(low.device)  # the model may have been moved since
                 same = original.to(low.dtype) == low
                 wide = torch.where(same, original.to(wide), wide)
             replace_data(tensor, wide)
@@ -199,12 +201,13 @@ def convert(
     """Convert a model in place to a level ("O2"), a plan, or a level with a plan on top; returns the record.
 
     At O2 floating parameters become `dtype`, those of normalisation layers stay fp32, and the model's
-    floating outputs are cast to fp32. At O3 all parameters become `dtype`. O0 and O1 change nothing. Inputs
-    and buffers are data and keep their dtype: they are cast where they meet a 16-bit op, by its rule in a
-    region, to the dtype of its weight outside of one. (Statistics of normalisations and vectors of spectral
-    norms follow their weights.) A plan says it by module path; a module in fp32 computes in fp32 and gives
-    fp32. Integer tensors, complex numbers and 8-bit floats are untouched, gradients follow their parameters,
-    modules with `to_float` keep what it asked for.
+    floating outputs are cast to fp32. At O3 all parameters become `dtype`. At both orthogonal
+    parametrizations compute in fp32, for want of 16-bit kernels. O0 and O1 change nothing. Inputs and buffers
+    are data and keep their dtype: they are cast where they meet a 16-bit op, by its rule in a region, to the
+    dtype of its weight outside of one. (Statistics of normalisations and vectors of spectral norms follow
+    their weights.) A plan says it by module path; a module in fp32 computes in fp32 and gives fp32. Integer
+    tensors, complex numbers and 8-bit floats are untouched, gradients follow their parameters, modules with
+    `to_float` keep what it asked for.
 
     Args:
         model: any module, before DDP; a compiled one is looked into.
@@ -251,7 +254,7 @@ def _read(
 ) -> tuple[Level | None, torch.dtype]:
     level, word = (None, None) if isinstance(plan_or_level, Plan) else level_of(plan_or_level)
     given = parse_dtype(dtype) if dtype is not None else word
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    device = compute_device(model.parameters())
     if level is not None and level.compute_role == "full":
         return level, level.check_dtype(given)
     if given is None:

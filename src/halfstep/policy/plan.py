@@ -32,6 +32,7 @@ Rank = tuple[int, int, int, bool]
 _TYPE = "type:"
 _MODULE_RULES = (Rule.FULL, Rule.LOW, Rule.KEEP)
 NORM_PATTERNS = tuple(f"{_TYPE}{name}" for name in NORMALISATIONS)
+ORTHOGONAL = "type:_Orthogonal"  # torch.nn.utils.parametrizations.orthogonal
 
 
 @dataclass(frozen=True)
@@ -195,6 +196,8 @@ class Plan:
                 PlanRule(pattern, dtype=torch.float32, reason=reason, required=False, output=low)
                 for pattern in NORM_PATTERNS
             ]
+        reason = "torch has no LU and QR in 16 bits, and its matrix exponential gives gradients of NaN there"
+        rules.append(PlanRule(ORTHOGONAL, rule=Rule.FULL, reason=reason, required=False, output=low))
         return cls(tuple(rules))
 
     def with_rules(self, *rules: PlanRule) -> Plan:
