@@ -9,5 +9,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
 }
 """Files of a group, a process each."""
 
+FAULTS: dict[str, str] = {}
+
 CANNOT: dict[str, str] = {}
 """Tests of these files that are left out, by name, each with its reason."""
