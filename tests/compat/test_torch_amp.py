@@ -100,7 +100,7 @@ def test_old_positional_order():
 def train(autocast, scaler, dtype, steps=8):
     """torch's documented loop: autocast, scale, unscale, clip, step, update."""
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.LayerNorm(144), nn.Linear(144, 5))
+    net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 5))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     images, labels = torch.randn(6, 1, 8, 8), torch.arange(6) % 5
     losses = []

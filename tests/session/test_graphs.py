@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfstep as hs
 from halfstep.errors import UnsupportedError
+from tests import falsecuda
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 OPTIMIZERS = {"hs": hs.optim.AdamW, "torch": torch.optim.AdamW}
@@ -97,3 +98,23 @@ def test_on_a_cpu_nobody_asks_whether_a_graph_is_captured(monkeypatch: pytest.Mo
     amp, _, loss = prepared("hs", "bf16")
     amp.backward(loss)
     assert amp.step().taken
+
+
+@pytest.mark.skipif(not falsecuda.installed(), reason="needs the false CUDA device")
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_on_the_device_nothing_is_asked_during_the_capture(kind: str, dtype: str):
+    model = nn.Linear(8, 4).cuda()
+    amp = hs.prepare(model, OPTIMIZERS[kind](model.parameters(), lr=0.1), dtype=dtype)
+    for captured in (False, False, True, False):
+        with amp.autocast():
+            loss = model(X.cuda()).float().square().mean()
+        if captured:
+            with falsecuda.capturing(), falsecuda.recorded_ops() as ops:
+                for call in (lambda: amp.backward(loss), amp.step):  # noqa: B023
+                    with pytest.raises(UnsupportedError, match="cannot be captured in a CUDA graph"):
+                        call()
+            assert ops.names == []
+        else:
+            amp.backward(loss)
+            assert amp.step().taken

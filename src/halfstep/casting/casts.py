@@ -16,6 +16,7 @@ import torch
 
 from halfstep.casting.kernel_choice import KernelTable
 from halfstep.casting.kernel_runners import CASTABLE, chosen, tensors_of
+from halfstep.casting.long_sums import with_fp32_sums
 from halfstep.casting.saved_low import SavedLow
 from halfstep.errors import BannedOpError
 from halfstep.formats import dtype_name
@@ -71,8 +72,16 @@ class OpOnDevice:
         return schema_of(self.op).name.removeprefix("aten::")
 
     def below(self, args: Args, kwargs: Kwargs) -> Any:
-        """Call the op with autocast out of the way, for itself and for the ops it is made of."""
-        return self.under(call_of(self.op), *args, **kwargs)
+        """Call the op with autocast out of the way, for itself and for the ops it is made of.
+
+        Its sums are fp32, whichever dtype it runs in.
+        """
+        return self.under(self.summing, *args, **kwargs)
+
+    @functools.cached_property
+    def summing(self) -> Callable[..., Any]:
+        """The op's own kernels, or what stands for them where they add in 16 bits."""
+        return with_fp32_sums(self.name, self.device_type, call_of(self.op))
 
     def under(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Make a call with autocast out of the way."""
@@ -117,8 +126,10 @@ def runner(
     `slow`: the device has no fast kernels for `compute`; LOW ops then round their inputs, compute in fp32 and
     round the output, forward and backward. `kernels`: where given, it says so for each op instead.
     """
+    if row is None and site.native is None:
+        return None if site.summing is call_of(site.op) else lambda _, args, kwargs: site.below(args, kwargs)
     if row is None:
-        return None if site.native is None else site.untouched
+        return site.untouched
     rule, native = row.rule, site.native_rule
     if rule is Rule.BANNED and site.name.endswith("_"):
         return functools.partial(_refuse_in_place, site, row.reason, compute)
@@ -141,7 +152,8 @@ def runner(
     if rule is Rule.KEEP and site.name in _NORM_PARAMETERS:
         return _norm_runner(site)
     # Torch's own kernel stands in the way: even its promotion refuses fp16 in a bf16 region.
-    return None if site.native is None else lambda _, args, kwargs: site.below(args, kwargs)
+    is_native = site.native is None and site.summing is call_of(site.op)
+    return None if is_native else lambda _, args, kwargs: site.below(args, kwargs)
 
 
 def _dtypes(args: Args, kwargs: Kwargs) -> set[torch.dtype]:

@@ -152,7 +152,9 @@ def chosen(
         tensors = tensors_of((*args, *kwargs.values()))
         if any(t.dtype not in CASTABLE and t.dtype is not torch.bool for t in tensors):
             return native
-        if any(t.layout is not torch.strided or not t.numel() for t in tensors):
+        if any(t.layout is not torch.strided for t in tensors):
+            return rounded  # torch's products of sparse tensors add in the dtype they are given
+        if not all(t.numel() for t in tensors):
             return native
         made = None if read is None else read(args, kwargs)
         if made is None:

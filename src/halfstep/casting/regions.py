@@ -42,6 +42,7 @@ from halfstep.casting.state import (
 from halfstep.errors import ConfigError, UnsupportedError
 from halfstep.formats import dtype_name, parse_dtype
 from halfstep.policy import op_names, ops
+from halfstep.policy.op_tables import SUMS_IN_16_BITS, sums_in_16_bits
 from halfstep.policy.ops import Rule
 from halfstep.policy.policy import Policy, says_dtype, text_of
 from halfstep.torch_private import (
@@ -142,7 +143,8 @@ def _runners(
     slow = device_type != "cpu" and not mirrors_torch and devices.is_slow(device_type, policy.compute_dtype)
     runs: dict[OpOverload, Runner] = {}
     low: set[str] = set()
-    for name in policy.edits if mirrors_torch else {**rows, **native}:
+    sums = sums_in_16_bits(device_type)
+    for name in (*policy.edits, *sums) if mirrors_torch else {**rows, **native, **dict.fromkeys(sums)}:
         row = rows.get(name)
         for op in _overloads(name):
             run = casts.runner(_site(op, device_type), row, policy.compute_dtype, slow, choose)
@@ -355,7 +357,9 @@ def _code_for(policy: Policy, kernels: KernelTable) -> Code:
                 "tell no more apart: keep a policy and use it again, or start a new process"
             )
         rules = sorted((name, row.rule.value) for name, row in policy.rows().items())
-        place = int(hashlib.sha256(f"{policy} {rules} {kernels.digest}".encode()).hexdigest(), 16)
+        place = int(
+            hashlib.sha256(f"{policy} {rules} {kernels.digest} {SUMS_IN_16_BITS}".encode()).hexdigest(), 16
+        )
         while (code := (_dtypes[place % len(_dtypes)], _dtypes[place // 64 % len(_dtypes)])) in _policies:
             place += 1
         _codes[policy, kernels], _policies[code] = code, (policy, kernels)

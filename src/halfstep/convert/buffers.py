@@ -7,6 +7,7 @@ what it meets) and which a running mean or a count, whose small changes 16 bits 
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Mapping
 
 import torch
@@ -39,14 +40,14 @@ class LowBuffers:
 
     def __init__(self) -> None:
         self.originals: dict[Tensor, Tensor] = {}
-        self.watched: dict[str, tuple[nn.Module, str]] = {}
+        self.watched: dict[str, tuple[weakref.ref[nn.Module], str]] = {}
         self._first: dict[str, Tensor] = {}
         self._looks = 0
 
     def watch(self, names: Mapping[str, str], modules: Mapping[str, nn.Module]) -> None:
         """From now on look at the buffers that became 16-bit; `names` gives the public name of each path."""
         self.watched = {
-            f"{names[path]}.{key}".lstrip("."): (module, key)
+            f"{names[path]}.{key}".lstrip("."): (weakref.ref(module), key)
             for path, module in (modules.items() if self.originals else ())
             for key, buffer in module._buffers.items()
             if buffer is not None and buffer.dtype in LOW_DTYPES and buffer in self.originals
@@ -56,7 +57,8 @@ class LowBuffers:
     def look(self) -> None:
         """After a step, one of the first three: warn of buffers that differ from what the first step left."""
         self._looks += 1
-        places = ((name, module._buffers.get(key)) for name, (module, key) in self.watched.items())
+        watched = ((name, weak(), key) for name, (weak, key) in self.watched.items())
+        places = ((name, module._buffers.get(key)) for name, module, key in watched if module is not None)
         now = {n: t.detach() for n, t in places if t is not None and not t.is_inference() and not t.is_meta}
         if self._looks == 1:
             self._first = {name: t.clone() for name, t in now.items()}

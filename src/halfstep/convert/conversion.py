@@ -77,7 +77,7 @@ class Change:
 
 
 class Conversion:
-    """The record of one `convert`: what changed and why, and how to take it back.
+    """The record of one `convert`: what changed and why, and how to take it back. It keeps no model alive.
 
     changes: every tensor and every cast, in the model's order.
     buffers: the model's own that became 16-bit, which have no masters.
@@ -86,7 +86,7 @@ class Conversion:
     """
 
     def __init__(self, model: nn.Module, what: str) -> None:
-        self.model, self.what = model, what
+        self._model, self.what = weakref.ref(model), what
         self.changes: tuple[Change, ...] = ()
         self.originals: dict[Tensor, Tensor] = {}
         self._power = Power()
@@ -95,6 +95,13 @@ class Conversion:
         self.buffers = LowBuffers()
         self._policies: list[tuple[Any, Any]] = []
         self._active = True
+
+    @property
+    def model(self) -> nn.Module:
+        """The model that was converted; ConfigError once nothing else refers to it."""
+        if (model := self._model()) is None:
+            raise ConfigError("the model of this Conversion is gone: keep a reference to it")
+        return model
 
     def __str__(self) -> str:
         return "\n".join([f"converted to {self.what}", *(f"  {change}" for change in self.changes)])
@@ -120,7 +127,8 @@ class Conversion:
         """
         if not self._active:
             return
-        if (self._before or self._policies) and has_run(self.model):
+        model = self._model()
+        if model is not None and (self._before or self._policies) and has_run(model):
             raise UnsupportedError(
                 "a sharded model that has run cannot go back to fp32 in place (fully_shard has fixed its "
                 "dtypes): take hs.optim.fp32_state_dict(model, optimizer), or Session.save it, and in one "
@@ -137,9 +145,10 @@ class Conversion:
                 same = original.to(low.dtype) == low
                 wide = torch.where(same, original.to(wide), wide)
             replace_data(tensor, wide)
-        announce(self.model)
-        for module in self.model.modules():
-            _CONVERTED.pop(module, None)
+        if model is not None:
+            announce(model)
+            for module in model.modules():
+                _CONVERTED.pop(module, None)
         self.forget_originals()
         self._handles, self._before, self._active = [], [], False
         self.buffers = LowBuffers()

@@ -32,7 +32,8 @@ def usable(device: torch.device, demanded: bool) -> bool:
         raise UnsupportedError(f"backend='triton' does not run on {problem}")
     if problem and device.type == "cuda":
         warnings.warn(
-            f"hs.optim runs its plain torch reference, in many launches and much slower, on {problem}",
+            "hs.optim runs its reference in plain torch, which gives the same numbers in 70 to 270 launches "
+            f"for each parameter group instead of 2 and is slower, on {problem}",
             HalfstepWarning,
             stacklevel=4,
         )

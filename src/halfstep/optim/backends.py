@@ -4,8 +4,9 @@ On a CPU scalars are Python numbers. On an accelerator step counts, scale, clip 
 tensors and nothing is read back; the one error that needs a value travels by asynchronous copy.
 """
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -16,10 +17,11 @@ from halfstep.gradients import cpu as cpus_
 from halfstep.gradients import cuda as gpus_
 from halfstep.gradients.stats import Clip, GradStats, clip_coefficient, combine, measure
 from halfstep.kernels import codes as L
-from halfstep.optim import cuda, reference, rounding
-from halfstep.optim.algorithms import Number, Scalars
+from halfstep.optim import cuda, reference, rounding, storage
+from halfstep.optim.algorithms import Algorithm, Number
 from halfstep.optim.arguments import numbers_of
 from halfstep.optim.bundles import Bundle
+from halfstep.torch_private import foreach_add_
 from halfstep.trees import as_float32, move_to
 
 Scalar = float | Tensor | None
@@ -98,48 +100,90 @@ def measure_all(grads: list[Tensor], inv_scale: Scalar, backend: str, plans: cud
 
 @torch.no_grad()
 def by_reference(
-    bundle: Bundle, scalars: tuple[Scalar, Factor], found_inf: bool | Tensor | None, seed: int
+    bundle: Bundle, factors: tuple[Scalar, Factor], found_inf: bool | Tensor | None, seed: int
 ) -> Tensor | None:
     """Update a bundle in plain torch; returns the flag of weights that left their master's range.
 
-    `scalars` are the inverse scale and the clip factor. On an accelerator, or where `found_inf` is a tensor,
-    nothing is read back.
+    `factors` are the inverse scale and the clip factor. Parameters are joined, so that many take as many
+    launches as one. On an accelerator, or where `found_inf` is a tensor, nothing is read back.
     """
-    device, steps = bundle.device, bundle.states["step"]
+    device, steps, slots = bundle.device, bundle.states["step"], bundle.slots()
     skip = _there(found_inf, device).to(torch.bool) if isinstance(found_inf, Tensor) else None
-    for step in steps:
-        step.add_(1 if skip is None else (~skip).to(torch.float32))
-    rows, factor = _scalars(bundle, scalars, on_host=device.type == "cpu" and skip is None)
-    keys: list[rounding.Int] = [0] * len(steps)
-    if bundle.rounds_randomly:
-        keys = [
-            (rounding.key_of(base, step.to(torch.int64)) + shift) & rounding.WORD
-            for base, step, shift in zip(bundle.base_keys(seed), steps, bundle.key_shifts())
-        ]
-    found = [
-        reference.update(bundle.algorithm, slot, row, factor, key, skip)
-        for slot, row, key in zip(bundle.slots(), rows, keys)
-        if slot.weight.numel()
-    ]
-    over = [flag for flag in found if flag is not None]
-    return torch.stack(over).any() if over else None
+    foreach_add_(steps, 1 if skip is None else [(~skip).to(torch.float32)] * len(steps))
+    on_host = device.type == "cpu" and skip is None
+    hyper, factor = _hyper(bundle, factors, on_host)
+    keys = list(zip(bundle.base_keys(seed), bundle.key_shifts())) if bundle.rounds_randomly else []
+    flags: list[Tensor] = []
+    for run in storage.runs_of(slots):
+        parts, counts = [slots[i] for i in run], torch.stack([steps[i] for i in run])
+        sizes = [slot.weight.numel() for slot in parts]
+        own = [*_scalars(bundle.algorithm, hyper, counts, on_host)]
+        own += _keys([keys[i] for i in run], counts, sizes) if keys else [0, 0]
+        *scalars, key, first = _per_element(own, sizes)
+        joined = storage.join(parts)
+        values, over = reference.update(
+            bundle.algorithm, joined, tuple(scalars), factor, cast(Any, key), cast(Any, first)
+        )
+        if skip is not None:
+            values = [torch.where(skip, before, value) for before, value in zip(joined.kept, values)]
+            over = None if over is None else over & ~skip
+        storage.write(parts, values)
+        flags += [] if over is None else [over]
+    return torch.stack(flags).any() if flags else None
 
 
-def _scalars(bundle: Bundle, factors: tuple[Scalar, Factor], on_host: bool) -> tuple[list[Scalars], Number]:
-    """The scalars of each parameter and what multiplies gradients, as Python numbers or on the device."""
-    device, group, factor = bundle.device, bundle.group, torch.ones((), device=bundle.device)
+def _hyper(bundle: Bundle, factors: tuple[Scalar, Factor], on_host: bool) -> tuple[Mapping[str, Any], Number]:
+    """The group and what multiplies gradients, with Python numbers or those of the device."""
+    device, group = bundle.device, bundle.group
     if on_host:
-        hyper, counts = numbers_of(group), list(map(float, bundle.states["step"]))
-        factor = as_float32(factor_of(factors, hyper))
-    else:
-        wide = torch.float32 if device.type == "mps" else torch.float64
-        hyper = {k: _there(v, device).to(wide) if isinstance(v, Tensor) else v for k, v in group.items()}
-        counts = [step.to(wide) for step in bundle.states["step"]]
-        for scalar in factors:
-            scalar = clip_coefficient(*scalar) if isinstance(scalar, Clip) else scalar
-            factor = factor if scalar is None else factor * _there(scalar, device).to(torch.float32)
-        factor = -factor if group["maximize"] else factor
-    return [tuple(map(_fp32, bundle.algorithm.scalars(hyper, count))) for count in counts], factor
+        hyper = numbers_of(group)
+        return hyper, as_float32(factor_of(factors, hyper))
+    hyper = {k: _there(v, device).to(_wide(device)) if isinstance(v, Tensor) else v for k, v in group.items()}
+    factor: Number = -1.0 if group["maximize"] else 1.0
+    for scalar in factors:
+        scalar = clip_coefficient(*scalar) if isinstance(scalar, Clip) else scalar
+        if scalar is not None:
+            factor = _there(scalar, device).to(torch.float32) * factor
+    return hyper, factor
+
+
+def _wide(device: torch.device) -> torch.dtype:
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def _scalars(
+    algorithm: Algorithm, hyper: Mapping[str, Any], counts: Tensor, on_host: bool
+) -> Sequence[Number]:
+    """The scalars of parameters with these `counts` of steps; tensors where they may differ."""
+    if not on_host:
+        return [_fp32(value) for value in algorithm.scalars(hyper, counts.to(_wide(counts.device)))]
+    numbers: list[float] = counts.tolist()
+    rows = {count: [as_float32(cast(float, v)) for v in algorithm.scalars(hyper, count)] for count in numbers}
+    if len(rows) == 1:
+        return rows[numbers[0]]
+    return torch.tensor([rows[count] for count in numbers], dtype=torch.float32, device="cpu").unbind(1)
+
+
+def _keys(keys: Sequence[tuple[int, int]], counts: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """The random key of each parameter, by its base and shift, and where its elements begin."""
+    bases, shifts, starts = _integers([*zip(*keys), [0, *accumulate(sizes[:-1])]], counts.device)
+    return (rounding.key_of(bases, counts.to(torch.int64)) + shifts) & rounding.WORD, starts
+
+
+def _per_element(values: Sequence[Number], sizes: Sequence[int]) -> Sequence[Number]:
+    """Values of parameters of these sizes, for each element; numbers and 0-d tensors are those of all."""
+    own = [value for value in values if isinstance(value, Tensor) and value.dim()]
+    if not own:
+        return values
+    if len(sizes) == 1:
+        return [value.reshape(()) if isinstance(value, Tensor) else value for value in values]
+    ends = _integers([*accumulate(sizes)], own[0].device)
+    places = torch.searchsorted(ends, torch.arange(sum(sizes), device=ends.device), right=True)
+    return [v[places] if isinstance(v, Tensor) and v.dim() else v for v in values]
+
+
+def _integers(values: Sequence[Any], device: torch.device) -> Tensor:
+    return move_to(torch.tensor(values, dtype=torch.int64, device="cpu"), device)
 
 
 def _there(value: float | bool | Tensor, device: torch.device) -> Tensor:

@@ -163,9 +163,9 @@ def settle_master(entry: Entry, p: Tensor, kind: int, value: Tensor | None) -> N
         entry["lacking"] = torch.zeros_like(p, dtype=torch.int16)
     if value is not None:
         wide = torch.empty_like(p, dtype=torch.float32).copy_(value)
-        storage.write_weight(
-            kind, storage.flat(wide), storage.flat(p), storage.flat(entry[wanted]) if wanted else None, None
-        )
+        targets = [storage.flat(p), *([storage.flat(entry[wanted])] if wanted else [])]
+        for target, kept in zip(targets, storage.stored_weight(kind, storage.flat(wide), p.dtype, None)[0]):
+            target.copy_(kept)
 
 
 def _fits_master(given: Any, wanted: str, p: Tensor) -> bool:

@@ -5,6 +5,7 @@ There is one gradient, that of the model's weight: the first reader on the optim
 clipping) widens it to fp32 where it lies, so unscaling and clipping never happen in 16 bits, on either side.
 """
 
+import weakref
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from collections.abc import Set as AnySet
 from contextlib import contextmanager
@@ -77,20 +78,20 @@ class MasterWeights:
         check_accumulate(accumulate)
         _refuse_own_references(optimizer)
         self.optimizer = optimizer
-        self._models = _as_models(model)
-        wide = accumulate == "fp32"
-        self._link: Link | None = Link(optimizer, self._models, _names_of(names), initial or {}, wide)
+        models, wide = _as_models(model), accumulate == "fp32"
+        self._models = [weakref.ref(one) for one in models]
+        self._link: Link | None = Link(optimizer, models, _names_of(names), initial or {}, wide)
         link, push = self._link, ModelHooks(self._link)
         self._handles: list[Any] = [
             optimizer.register_step_pre_hook(link.before_step),
             optimizer.register_step_post_hook(link.after_step),
             optimizer.register_state_dict_post_hook(link.on_state_dict),
             *SavedMasters(link).attach(optimizer),
-            *LoadedMasters(link).attach(self._models),
+            *LoadedMasters(link).attach(models),
         ]
-        modules = dict.fromkeys(module for model in self._models for module in model.modules())
+        modules = dict.fromkeys(module for model in models for module in model.modules())
         self._handles += [module.register_state_dict_pre_hook(push) for module in modules]
-        self._handles += [model.register_forward_pre_hook(push, prepend=True) for model in self._models]
+        self._handles += [model.register_forward_pre_hook(push, prepend=True) for model in models]
 
     @property
     def link(self) -> Link:
@@ -207,10 +208,11 @@ class MasterWeights:
         if not self._models:
             raise ConfigError("swap() and checkpointing() need a model: MasterWeights(optimizer, model=...)")
         self.link.sync()
+        models = [model for weak in self._models if (model := weak()) is not None]
         stand_ins = {w: stand_in(w, m) for w, m in self.link.pairs.items()}
         places = [
             (module, key, p, stand_ins[weight])
-            for module in dict.fromkeys(module for model in self._models for module in model.modules())
+            for module in dict.fromkeys(module for model in models for module in model.modules())
             for key, p in module._parameters.items()
             if p is not None and (weight := getattr(p, "_stands_for", p)) in stand_ins
         ]

@@ -19,33 +19,26 @@ def update(
     scalars: Scalars,
     factor: Number,
     key: rounding.Int,
-    skip: Tensor | None,
-) -> Tensor | None:
-    """Update one parameter; where `skip` is a true tensor nothing changes.
+    first: rounding.Int = 0,
+) -> tuple[list[Tensor], Tensor | None]:
+    """What the tensors of `slot.kept` become in a step, and where a weight left the range of its master.
 
-    Its gradient is multiplied by `factor` first. Returns a 0-d bool tensor that is true where a weight left
-    the range of its master (exact fp16), or None.
+    The gradient is multiplied by `factor` first. `scalars`, the random `key` and where its elements begin are
+    numbers, or tensors with one for each element. The second value is a 0-d bool tensor (exact fp16) or None.
     """
     g = slot.grad.to(torch.float32) * factor
-    old = [slot.weight, slot.extra, *slot.states, *slot.exponents]
-    kept = [None if t is None else t.clone() for t in old] if skip is not None else []
     random = None
     if slot.state_kind != L.STATE_FP32 or slot.kind == L.BF16_STOCHASTIC:
-        random = rounding.random_bits(g.numel(), key, g.device)
+        random = rounding.random_bits(g.numel(), key, g.device, first)
     w = storage.read_weight(slot.kind, slot.weight, slot.extra)
     states = [storage.read_state(slot, i) for i in range(len(slot.states))]
     bounds = _bounds(algorithm, slot, w, g, scalars)
     w, states = algorithm.update(w, g, states, scalars)
-    for i, value in enumerate(states):
-        storage.write_state(slot, i, value, random, bounds[i])
+    new = [storage.stored_state(slot, i, v, random, bounds[i]) for i, v in enumerate(states)]
     again = rounding.again(random, key) if slot.kind == L.BF16_STOCHASTIC and random is not None else None
-    over = storage.write_weight(slot.kind, w, slot.weight, slot.extra, again)
-    if over is not None and skip is not None:
-        over = over & ~skip
-    for target, before in zip(old, kept):
-        if target is not None and before is not None and skip is not None:
-            target.copy_(torch.where(skip, before, target))
-    return over
+    weight, over = storage.stored_weight(slot.kind, w, slot.weight.dtype, again)
+    exponents = [own for _, own in new if own is not None]
+    return [*weight, *(state for state, _ in new), *exponents], over
 
 
 def _bounds(
@@ -59,4 +52,7 @@ def _bounds(
         for i, (codes, exponents) in enumerate(zip(slot.states, slot.exponents))
     ]
     g = g if algorithm.decoupled else g + w * scalars[0]
-    return algorithm.bounds(old, rounding.peaks(g, slot.width), scalars)
+    of_rows = tuple(
+        s.view(-1, slot.width)[:, :1] if isinstance(s, Tensor) and s.dim() else s for s in scalars
+    )
+    return algorithm.bounds(old, rounding.peaks(g, slot.width), of_rows)

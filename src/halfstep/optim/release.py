@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from halfstep.errors import HalfstepWarning
 from halfstep.gradients.stats import GradStats, check_clip, combine
@@ -37,7 +38,8 @@ class GradientRelease:
 
     def __init__(self, optimizer: "OnePassOptimizer") -> None:
         self._optimizer = weakref.ref(optimizer)
-        self._handles: dict[Tensor, torch.utils.hooks.RemovableHandle] = {}
+        self._watched = WeakTensorKeyDictionary()
+        """The parameters that have the hook."""
         self._holding = False
         self._seen: list[GradStats] = []
         self._inv_scale: float | Tensor | None = None
@@ -45,10 +47,20 @@ class GradientRelease:
         self._last_norm: Tensor | None = None
 
     def watch(self, params: list[Tensor]) -> None:
-        """Install the hook on each parameter that needs a gradient."""
+        """Install the hook on each parameter that needs a gradient.
+
+        gc does not see what a parameter's hooks refer to, so they refer to nothing that leads back to it.
+        """
+        weak = weakref.ref(self)
+
+        def release(p: Tensor) -> None:
+            if (owner := weak()) is not None:
+                owner._reached(p)
+
         for p in params:
-            if p.requires_grad and p not in self._handles:
-                self._handles[p] = p.register_post_accumulate_grad_hook(self._reached)
+            if p.requires_grad and p not in self._watched:
+                p.register_post_accumulate_grad_hook(release)
+                self._watched[p] = True
 
     def configure(self, inv_scale: float | Tensor | None = None, clip_norm: float | None = None) -> None:
         """Set what the next backward passes use: the inverse loss scale, and the norm to clip to.
@@ -85,7 +97,7 @@ class GradientRelease:
     def load(self, state: Mapping[str, float | None]) -> None:
         """Continue from `state()`."""
         last, self.clip_norm = state["last_norm"], state["clip_norm"]
-        home = next((p.device for p in self._handles), torch.device("cpu"))
+        home = next((p.device for p in self._watched), torch.device("cpu"))
         self._last_norm = None if last is None else torch.tensor(last, device=home)
 
     def _reached(self, p: Tensor) -> None:

@@ -30,7 +30,7 @@ def scramble(x: Int) -> Int:
     return x ^ (x >> 16)
 
 
-def key_of(base: int, step: Int) -> Int:
+def key_of(base: Int, step: Int) -> Int:
     """The 32-bit key of one parameter (`base`) at one step."""
     return scramble((scramble(step & WORD) + base) & WORD)
 
@@ -41,9 +41,13 @@ def dither(counter: Tensor) -> Tensor:
     return counter ^ (counter >> 15)
 
 
-def random_bits(count: int, key: Int, device: torch.device) -> Tensor:
-    """32 random bits for each of the elements 0..count-1, as int64."""
+def random_bits(count: int, key: Int, device: torch.device, first: Int = 0) -> Tensor:
+    """32 random bits for each of `count` elements, as int64, which are numbered from `first` on.
+
+    `key` and `first` are those of all elements or, as tensors, of each: joined tensors begin anew.
+    """
     index = torch.arange(count, device=device, dtype=torch.int64)
+    index = index if isinstance(first, int) and first == 0 else index - first
     return dither((index * WEYL + key) & WORD)
 
 

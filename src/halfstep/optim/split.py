@@ -46,10 +46,14 @@ def join(half: Tensor, lacking: Tensor) -> Tensor:
 
 def round_away(values: Tensor) -> Tensor:
     """Round fp32 to the nearest bf16, ties away from zero; a NaN stays a NaN."""
+    return _upper_bits(values, values.isnan()).to(torch.int16).view(torch.bfloat16)
+
+
+def _upper_bits(values: Tensor, nan: Tensor) -> Tensor:
+    """The bits of `round_away`, as int32."""
     bits = values.view(torch.int32)
     up = (bits + 0x8000) >> 16
-    nan = (bits >> 16) | 0x7FC0
-    return torch.where((bits & MAGNITUDE) > INF, nan, up).to(torch.int16).view(torch.bfloat16)
+    return torch.where(nan, (bits >> 16) | 0x7FC0, up)
 
 
 def split_bf16(values: Tensor) -> tuple[Tensor, Tensor]:
@@ -58,11 +62,10 @@ def split_bf16(values: Tensor) -> tuple[Tensor, Tensor]:
     Exact for every value, infinities, subnormals, both zeros and values that round to infinity included; a
     NaN becomes a NaN.
     """
-    half = round_away(values)
-    bits = values.view(torch.int32)
-    lacking = bits - (half.view(torch.int16).to(torch.int32) << 16)
-    nan = (bits & MAGNITUDE) > INF
-    return half, lacking.masked_fill(nan, 0).to(torch.int16)
+    nan = values.isnan()
+    high = _upper_bits(values, nan)
+    lacking = torch.where(nan, 0, values.view(torch.int32) - (high << 16))
+    return high.to(torch.int16).view(torch.bfloat16), lacking.to(torch.int16)
 
 
 def split_fp16(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -80,7 +83,7 @@ def split_fp16(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def join_bf16(half: Tensor, lacking: Tensor) -> Tensor:
     """`join` for bf16. Lacking bits that no split makes (below a weight set to 0 from outside) count as 0."""
     high = half.view(torch.int16).to(torch.int32) << 16
-    both = high + lacking.to(torch.int32)
+    both = high + lacking
     return torch.where((both ^ high) < 0, high, both).view(torch.float32)
 
 

@@ -1,10 +1,12 @@
 """How weights, masters and states are stored, read and written, as only this file and the kernels know.
 
-A slot is one parameter as plain torch steps it: flat views of weight, master and states. It owns nothing.
+A slot is what plain torch steps at once: flat views of the weight, master and states of one parameter, or
+copies of several joined end to end.
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -12,7 +14,7 @@ from torch import Tensor
 from halfstep.errors import UnsupportedError
 from halfstep.kernels import codes as L
 from halfstep.optim import rounding, split
-from halfstep.torch_private import is_traceable_wrapper_subclass
+from halfstep.torch_private import foreach_copy_, is_traceable_wrapper_subclass
 
 STORED = {L.STATE_FP32: torch.float32, L.STATE_BF16: torch.bfloat16, L.STATE_8BIT: torch.uint8}
 WITH_MASTER = (L.BF16_MASTER, L.FP16_MASTER)
@@ -85,7 +87,7 @@ def exponents_shape(t: Tensor) -> tuple[int, int]:
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """Flat tensors of one parameter; `width` is the length of the rows that 8-bit blocks do not cross."""
+    """Flat tensors; `width` is the length of the rows that 8-bit blocks do not cross."""
 
     kind: int
     state_kind: int
@@ -95,6 +97,56 @@ class Slot:
     extra: Tensor | None
     states: list[Tensor]
     exponents: list[Tensor]
+
+    @property
+    def kept(self) -> list[Tensor]:
+        """What a step changes: weight, what it has besides its 16 bits, states, their exponents."""
+        extra = [] if self.extra is None else [self.extra]
+        return [self.weight, *extra, *self.states, *self.exponents]
+
+
+JOINED = 1 << 24
+"""Elements that are joined at most: a launch over so many is bound by memory, and more would only take it."""
+JOINED_ON_CPU = 1 << 16
+"""The same on a CPU, where more would leave its caches."""
+
+
+def runs_of(slots: Sequence[Slot]) -> list[list[int]]:
+    """Numbers of the slots that are stepped together; where states are blocks of rows, rows of one width."""
+    runs, latest, room = list[list[int]](), dict[int, list[int]](), dict[int, int]()
+    most = JOINED_ON_CPU if slots[0].weight.is_cpu else JOINED
+    for number, slot in enumerate(slots):
+        width, size = slot.width if slot.exponents else 0, slot.weight.numel()
+        if not size:
+            continue
+        if room.get(width, 0) < size:
+            runs.append([])
+            latest[width], room[width] = runs[-1], most
+        latest[width].append(number)
+        room[width] -= size
+    return runs
+
+
+def join(slots: Sequence[Slot]) -> Slot:
+    """One slot of several: copies of their tensors, end to end."""
+    if len(slots) == 1:
+        return slots[0]
+    kept = iter([torch.cat(column) for column in zip(*(slot.kept for slot in slots))])
+    first = slots[0]
+    return replace(
+        first,
+        grad=torch.cat([slot.grad for slot in slots]),
+        weight=next(kept),
+        extra=None if first.extra is None else next(kept),
+        states=[next(kept) for _ in first.states],
+        exponents=[next(kept) for _ in first.exponents],
+    )
+
+
+def write(slots: Sequence[Slot], kept: Sequence[Tensor]) -> None:
+    """Store what the tensors of `join(slots).kept` became."""
+    for column, values in zip(zip(*(slot.kept for slot in slots)), kept, strict=True):
+        foreach_copy_(column, values.split(list(map(len, column))))
 
 
 def read_weight(kind: int, weight: Tensor, extra: Tensor | None) -> Tensor:
@@ -107,29 +159,24 @@ def read_weight(kind: int, weight: Tensor, extra: Tensor | None) -> Tensor:
     return torch.where(low.view(torch.int16) == weight.view(torch.int16), extra, weight.to(torch.float32))
 
 
-def write_weight(
-    kind: int, value: Tensor, weight: Tensor, extra: Tensor | None, random: Tensor | None
-) -> Tensor | None:
-    """Store fp32 `value`; returns a 0-d bool tensor where a value might not fit (exact fp16), else None."""
-    over: Tensor | None = None
+def stored_weight(
+    kind: int, value: Tensor, dtype: torch.dtype, random: Tensor | None
+) -> tuple[list[Tensor], Tensor | None]:
+    """fp32 `value` as it is kept: the weight in `dtype`, and what it has besides where it has a master.
+
+    Also a 0-d bool tensor where a value might not fit (exact fp16), else None.
+    """
     if kind == L.BF16_EXACT:
-        half, lacking = split.split_bf16(value)
-    elif kind == L.FP16_EXACT:
+        return [*split.split_bf16(value)], None
+    if kind == L.FP16_EXACT:
         half, lacking, too_large = split.split_fp16(value)
-        over = too_large.any()
-    else:
-        lacking = value
-        if kind == L.BF16_MASTER:
-            half = split.round_away(value)
-        elif kind == L.BF16_STOCHASTIC:
-            half = weight if random is None else rounding.round_random(value, random)
-            half = value.to(torch.bfloat16) if random is None else half
-        else:
-            half = value.to(weight.dtype)
-    weight.copy_(half)
-    if extra is not None:
-        extra.copy_(lacking)
-    return over
+        return [half, lacking], too_large.any()
+    if kind == L.BF16_MASTER:
+        return [split.round_away(value), value], None
+    if kind == L.BF16_STOCHASTIC and random is not None:
+        return [rounding.round_random(value, random)], None
+    half = value.to(dtype)
+    return [half, value] if kind in WITH_MASTER else [half], None
 
 
 def read_state(slot: Slot, index: int) -> Tensor:
@@ -140,18 +187,20 @@ def read_state(slot: Slot, index: int) -> Tensor:
     return stored.to(torch.float32)
 
 
-def write_state(slot: Slot, index: int, value: Tensor, random: Tensor | None, bounds: Tensor | None) -> None:
-    """Store one state; `random` holds 32 bits an element, `bounds` what no value of a block exceeds."""
-    stored = slot.states[index]
+def stored_state(
+    slot: Slot, index: int, value: Tensor, random: Tensor | None, bounds: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """A new state as it is kept, and the exponents of 8-bit ones.
+
+    `random` holds 32 bits an element, `bounds` what no value of a block exceeds.
+    """
     if slot.state_kind == L.STATE_FP32:
-        stored.copy_(value)
-        return
+        return value, None
     assert random is not None
     random = random >> 16 if index else random
     if slot.state_kind == L.STATE_BF16:
-        stored.copy_(rounding.round_random(value, random))
-        return
+        return rounding.round_random(value, random), None
     assert bounds is not None
     exponents = rounding.exponents_for(bounds)
-    stored.copy_(rounding.encode(value, exponents, random, signed=index == 0, width=slot.width))
-    slot.exponents[index].copy_(exponents)
+    codes = rounding.encode(value, exponents, random, signed=index == 0, width=slot.width)
+    return codes, exponents.to(torch.uint8)

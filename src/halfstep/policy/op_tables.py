@@ -136,7 +136,13 @@ HALFSTEP: Groups = (
         "stands for an integer kernel: its steps are exact in fp32 only",
         "fake_quantize_per_tensor_affine",
     ),
-    ("keep", _NORM + _measured("layer_norm", 1.00, 1.00, 0.50), "layer_norm native_layer_norm"),
+    (
+        "keep",
+        _NORM
+        + "its sums for weight and bias are taken in fp32; "
+        + _measured("layer_norm", 1.00, 1.00, 0.50),
+        "layer_norm native_layer_norm",
+    ),
     ("keep", _NORM + _measured("rms_norm", 1.00, 1.00, 0.75), "rms_norm"),
     ("keep", _NORM + _measured("group_norm", 1.00, 1.00, 0.50), "group_norm"),
     ("keep", _NORM + _measured("batch_norm", 1.00, 1.00, 0.50), "batch_norm"),
@@ -171,8 +177,12 @@ HALFSTEP: Groups = (
     (
         "widest",
         "joins tensors: none of them loses bits",
-        "cat stack where index_put index_copy scatter_add index_add addcdiv addcmul atan2 bilinear cross"
-        " linalg_cross tensordot",
+        "cat stack where index_copy addcdiv addcmul atan2 bilinear cross linalg_cross tensordot",
+    ),
+    (
+        "widest",
+        "adds to a tensor by index: none of them loses bits, sums are fp32 and rounded once",
+        "index_put scatter_add index_add",
     ),
     (
         "widest",
@@ -186,6 +196,26 @@ HALFSTEP: Groups = (
         "binary_cross_entropy",
     ),
 )
+
+_SUMS_BY_INDEX = (
+    "index index_select index_add index_add_ index_put index_put_ index_reduce index_reduce_ segment_reduce"
+    " histc"
+    " gather scatter_add scatter_add_ scatter_reduce scatter_reduce_"
+)
+# Ops whose 16-bit kernels add in 16 bits, forward or for a gradient: a sum of ones in bf16 stops at 256.
+# CPU: measured with torch 2.13 (tests/laws/test_law_18_long_sums.py finds them).
+SUMS_IN_16_BITS = {
+    "cpu": (
+        "layer_norm native_layer_norm batch_norm group_norm instance_norm embedding embedding_bag "
+        + _SUMS_BY_INDEX
+    ),
+}
+
+
+def sums_in_16_bits(device_type: str) -> tuple[str, ...]:
+    """Return the ops that need another way to add; of an unknown device type, those that add by index."""
+    return tuple(SUMS_IN_16_BITS.get(device_type, _SUMS_BY_INDEX).split())
+
 
 _TORCH_CUDA_REASON = "as torch's CUDA autocast list has it"
 TORCH_CUDA: Groups = (

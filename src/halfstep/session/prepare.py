@@ -31,9 +31,9 @@ from halfstep.policy.policy import Policy
 from halfstep.scaling.loss_scale import LossScale
 from halfstep.session.checks import check_parameters, skips_of
 from halfstep.session.precision import Precision, lower
+from halfstep.session.preparation import fit_states
 from halfstep.session.ranks import check_groups
 from halfstep.session.session import Models, Optimizers, Session
-from halfstep.session.setup import fit_states
 from halfstep.trees import parameters_of
 from halfstep.tuning.choices import LevelChoice
 from halfstep.tuning.search import Tuning, search

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -116,20 +117,14 @@ class Session(Setup):
         self.stages = norm_group is not None
         """Whether each rank has other parameters, whatever their names."""
         self.writer: Background | None = None
-        self._handles: list[Any] = []
 
     def follow(self) -> None:
         """Once everything is prepared: copies of the models get the masters, and the session can be found."""
         tell_of_wraps(self._ranks)
         self._ranks.share_kernels()
-        refusing = refuse_direct_steps(self) if self.precision.scaled else []
-        self._handles = [*refusing, *self._follow()]
-
-    def stop_watching(self) -> None:
-        """Another session prepared the same optimizer: it alone looks after direct steps now."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        if self.precision.scaled:
+            self._preparation.handles += refuse_direct_steps(self)
+        super().follow()
 
     def __repr__(self) -> str:
         """Level, policy, scale, counts, layout; what "auto" measured, or that the level does not pay."""
@@ -352,7 +347,7 @@ class Session(Setup):
         losses = losses_to_step(self.state, stepper, index)
         carried, enabled = self.state.carried[index] or NoLossScale(), torch.is_grad_enabled()
         try:
-            if self._handles:  # its own step is none that they refuse
+            if self._preparation.handles:  # its own step is none that they refuse
                 self.state = self.state.carrying(index, NoLossScale())
             if self._first:
                 self._first_step()
@@ -439,7 +434,7 @@ class Session(Setup):
             amax=measured.amax,
             step=self.steps,
             reason=reason,
-            on_read=lambda record: self._arrived(record, scheduler, report),
+            on_read=_when_read(self, scheduler, report),
         )
         self.history.append(outcome)
         self._queue.push(outcome)
@@ -461,7 +456,7 @@ class Session(Setup):
         taken = inverse(bool(flag) if self.device.type == "cpu" else flag)
         scale, self.loss_scale = self.loss_scale.value, self.loss_scale.adjust(taken, None)
         self._queue.push(
-            Outcome(taken=taken, finite=True, scale=scale, step=self.steps, on_read=self._arrived)
+            Outcome(taken=taken, finite=True, scale=scale, step=self.steps, on_read=_when_read(self))
         )
 
     def _arrived(self, record: StepRecord, scheduler: Any = None, report: Report | None = None) -> None:
@@ -539,5 +534,17 @@ class Session(Setup):
         """Undo `prepare`: fp32 weights (exact where there are masters), optimizers as they were, no hooks."""
         super().revert()
         self._ranks.asks = True
-        self.stop_watching()
         self.state = self.state.emptied()
+
+
+def _when_read(
+    session: Session, scheduler: Any = None, report: Report | None = None
+) -> Callable[[StepRecord], None]:
+    """What an outcome does once it is read; it keeps no session alive, whose history holds it."""
+    weak = weakref.ref(session)
+
+    def arrived(record: StepRecord) -> None:
+        if (alive := weak()) is not None:
+            alive._arrived(record, scheduler, report)
+
+    return arrived

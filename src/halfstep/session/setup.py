@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from halfstep.casting.context import autocast
 from halfstep.casting.kernel_choice import KernelTable
@@ -24,12 +23,12 @@ from halfstep.distributed import local_of
 from halfstep.errors import ConfigError, HalfstepWarning, show
 from halfstep.names import unwrap
 from halfstep.optim.loading import HasMasters, LoadedMasters
-from halfstep.optim.master_link import narrow_state
-from halfstep.optim.masters import MasterWeights, holder_of, holders_of
+from halfstep.optim.masters import MasterWeights, holder_of
 from halfstep.optim.replicas import follow_wraps, send_masters
 from halfstep.optim.saved_masters import SavedMasters
 from halfstep.policy.levels import Level
 from halfstep.session.precision import Precision
+from halfstep.session.preparation import Preparation, Prepared
 from halfstep.torch_private import hooks_after_load
 from halfstep.tuning.search import Tuning
 
@@ -51,10 +50,10 @@ class Setup:
     ) -> None:
         self.models, self.optimizers, self.precision, self.device = models, optimizers, precision, device
         self.policy, self.kernels, self.skip_nonfinite = precision.policy, kernels, skip_nonfinite
-        self.layout, self.conversions, self.masters = layout, conversions, masters
+        self._preparation = Preparation(optimizers, precision, layout, conversions, masters)
         self.tuning: Tuning | None = None
-        self.reverted = self.evaluates = False
-        """Whether all was undone, and whether stand-ins are in the place of 16-bit weights."""
+        self.evaluates = False
+        """Whether stand-ins are in the place of 16-bit weights."""
         self._off = False
         """Whether a region that casts nothing was asked for."""
 
@@ -64,14 +63,29 @@ class Setup:
         return self.models[0]
 
     @property
+    def conversions(self) -> list[Conversion]:
+        """What was done to each model; empty once it was undone."""
+        return self._preparation.conversions
+
+    @property
+    def masters(self) -> dict[int, MasterWeights]:
+        """The fp32 masters of torch optimizers, by number."""
+        return self._preparation.masters
+
+    @property
+    def layout(self) -> Relayout:
+        """The convolution weights that are in channels_last."""
+        return self._preparation.layout
+
+    @property
+    def reverted(self) -> bool:
+        """Whether all was undone."""
+        return self._preparation.reverted
+
+    @property
     def level(self) -> Level:
         """The precision level."""
         return self.precision.level
-
-    @property
-    def _holders(self) -> list[HasMasters]:
-        """What holds the exact fp32 value of 16-bit weights; nothing at a level without masters."""
-        return holders_of(self.optimizers) if self.precision.masters else []
 
     def autocast(self, enabled: bool = True) -> autocast:
         """The region to run forward and loss in: ops run under the session's policy."""
@@ -89,17 +103,16 @@ class Setup:
         """Take the masters that `rank` of a DDP's group has, a collective."""
         send_masters(ddp, ddp.module, [self], rank)
 
-    def _exact(self) -> dict[Tensor, Tensor]:
-        """The fp32 value of every weight that has a master."""
-        return {w: value for holder in self._holders for w, value in holder.masters().items()}
-
     @contextmanager
     def evaluating(self) -> Generator[None]:
         """Within, the models are in eval mode, without gradients, and compute with the fp32 masters.
 
         Weights that are set or loaded within are set for good. Save and load sessions after it.
         """
-        holders, modes = self._holders, [(m, m.training) for model in self.models for m in model.modules()]
+        holders, modes = (
+            self._preparation.holders,
+            [(m, m.training) for model in self.models for m in model.modules()],
+        )
         with torch.no_grad(), ExitStack() as stack:
             for one in self.masters.values():
                 stack.enter_context(one.swap())
@@ -126,29 +139,18 @@ class Setup:
 
     def revert(self) -> None:
         """Undo `prepare`: fp32 weights (exact where there are masters), optimizers as they were, no hooks."""
-        holders = holders_of(self.optimizers) if self.precision.stores_low else []  # hs.optim's at O3 too
-        exact = [(holder, holder.masters()) for holder in holders]
-        for conversion in self.conversions:
-            conversion.revert()
-        for holder, values in exact:
-            holder.seed_masters(values)
-        for masters in self.masters.values():
-            masters.revert()
-        if self.conversions:
-            fit_states(self.precision, self.optimizers)
-        self.layout.revert()
-        self.conversions, self.masters, self.reverted = [], {}, True
+        self._preparation.revert()
         for model in self.models:
             _MODELS.pop(unwrap(model), None)
         for optimizer in self.optimizers:
             _OPTIMIZERS.pop(optimizer, None)
 
-    def _follow(self) -> list[RemovableHandle]:
+    def follow(self) -> None:
         """From now on masters reach copies of the models, DDP and loads, and the session can be found.
 
-        An earlier session of the same optimizer no longer watches it. Returns hooks, for `revert` to remove.
+        An earlier session of the same optimizer no longer watches it.
         """
-        handles: list[RemovableHandle] = []
+        handles, preparation = self._preparation.handles, self._preparation
         for optimizer in self.optimizers:
             if self.precision.masters and isinstance(optimizer, HasMasters):
                 handles += LoadedMasters(optimizer).attach(self.models)  # MasterWeights follow by themselves
@@ -157,11 +159,11 @@ class Setup:
             earlier = _OPTIMIZERS.get(optimizer)
             before = None if earlier is None else earlier()
             if before is not None and before is not self:
-                before.stop_watching()
+                before._preparation.remove_hooks()
             _OPTIMIZERS[optimizer] = weakref.ref(self)
         if self.precision.masters:
-            follow_wraps(self)
-            exact = weakref.WeakMethod(self._exact)
+            follow_wraps(preparation)
+            exact = weakref.WeakMethod(preparation.exact)
             for conversion in self.conversions:
                 conversion.widen_copies(lambda: {} if (values := exact()) is None else values())
         for model in self.models:
@@ -169,17 +171,7 @@ class Setup:
         for listener in made:
             listener(self)
         changed = [c.model for c in self.conversions if c.changes]
-        return [*handles, *(model.register_load_state_dict_post_hook(Prepared(self)) for model in changed)]
-
-
-def fit_states(precision: Precision, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Give the states of torch optimizers without masters their weights' dtype, as torch's loading does."""
-    if precision.masters or not precision.stores_low:
-        return
-    for optimizer in (o for o in optimizers if holder_of(o) is None):
-        for p, state in optimizer.state.items():
-            if isinstance(p, Tensor) and p.is_floating_point():
-                optimizer.state[p] = narrow_state(state, p.dtype)
+        handles += [model.register_load_state_dict_post_hook(Prepared(preparation)) for model in changed]
 
 
 # ---- which session prepared a model ---------------------------------------------------------------------
@@ -193,22 +185,6 @@ made: list[Callable[[Any], None]] = []
 opened: list[Callable[[Any], None]] = []
 
 
-class Prepared:
-    """A hook that does no work, by which a converted model keeps the session that can undo it."""
-
-    def __init__(self, session: Setup | None = None) -> None:
-        self.session = session
-
-    def __call__(self, module: nn.Module, keys: Any) -> None:
-        """Do nothing; torch calls it at the end of `load_state_dict`."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Prepared:
-        return Prepared()
-
-    def __reduce__(self) -> tuple[type[Prepared], tuple[()]]:
-        return Prepared, ()
-
-
 def revert(model: nn.Module) -> None:
     """Undo `prepare` for a model whose session is not at hand: weights, optimizers and hooks as before.
 
@@ -219,11 +195,14 @@ def revert(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ConfigError(f"revert takes the model that was prepared, not {type(model).__name__}")
     inner = unwrap(model)
-    hooks = [hook.session for hook in hooks_after_load(inner).values() if isinstance(hook, Prepared)]
+    hooks = [hook.preparation for hook in hooks_after_load(inner).values() if isinstance(hook, Prepared)]
     known = _MODELS.get(inner)
-    session = next((one for one in reversed(hooks) if one is not None), None if known is None else known())
+    session = None if known is None else known()
+    preparation = next((one for one in reversed(hooks) if one is not None), None)
     if session is not None:
         session.revert()
+    elif preparation is not None:
+        preparation.revert()
     elif not is_converted(inner) and undo_copy(inner):
         warnings.warn(
             f"this {type(model).__name__} was a copy of a prepared one: it is fp32 again, with the 16-bit "

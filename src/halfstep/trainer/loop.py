@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
@@ -348,7 +349,8 @@ class Trainer:
         self.step, self.epoch, self.history = 0, 0, History()
         self.schedulers = [] if scheduler is None else [scheduler]
         self._replayable = Replayable(self.amp, others=self.schedulers) if trace else None
-        self._step = partial(_train, self)  # one function throughout, which a Replayable asks for
+        # One function throughout, which a Replayable asks for; it keeps no Trainer alive.
+        self._step = partial(_train, weakref.proxy(self))
         self._pending: list[tuple[int, Tensor, Any]] = []
         self._position: Position | None = None
         self.rank_timeout = rank_timeout
@@ -390,7 +392,7 @@ class Trainer:
         """
         last = last_step(loader, steps, epochs, self.accumulate)
         check_ranks(last)
-        self._position = Position(loader, self._end_epoch)
+        self._position = Position(loader, partial(Trainer._end_epoch, weakref.proxy(self)))
         self.history, self._stop = History(), ""
         if resume and self.folder is None:
             raise ConfigError("resume=True without a checkpoint folder; pass checkpoints='runs/mine'")

@@ -1,0 +1,384 @@
+"""Ops whose own 16-bit kernels add in 16 bits, run so that every sum is fp32 and rounded once (law 18).
+
+An accumulator of 8 or 11 bits stops growing after some hundreds or thousands of terms of one sign. Which ops
+have such a kernel is data (`policy/op_tables.py`, `SUMS_IN_16_BITS`). What an op gives keeps the dtype that
+its rule says; only how it adds changes. Normalisations and look-ups in tables have an implementation here,
+which sums in blocks or by rows; other ops run on fp32 copies of their 16-bit tensors.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from halfstep.casting.kernel_runners import _PLAIN, tensors_of
+from halfstep.casting.kinds.kind import Grads
+from halfstep.casting.saved_low import SavedLow
+from halfstep.policy.op_tables import sums_in_16_bits
+from halfstep.torch_private import functorch_level, in_forward_ad, is_jit_tracing, not_compiled
+
+Call = Callable[..., Any]
+F32 = torch.float32
+LOW = frozenset({torch.float16, torch.bfloat16})
+#: Elements of a block of rows that backward widens at a time: 1 MiB in fp32, which stays in a core's cache.
+#: Measured from 2^16 to 2^20; a whole copy of 32 MiB or more costs up to seven times the kernel it serves.
+_BLOCK = 2**18
+_aten = torch.ops.aten
+
+
+def with_fp32_sums(name: str, device_type: str, call: Call) -> Call:
+    """Return what runs an op (by its name in op tables) with fp32 sums; `call` itself where that adds so."""
+    if name not in sums_in_16_bits(device_type):
+        return call
+    return functools.partial(_SUMS.get(name, _in_place if name.endswith("_") else widened), call)
+
+
+def _is_low(t: Any) -> bool:
+    return isinstance(t, Tensor) and t.dtype in LOW
+
+
+def _trains(*tensors: Any) -> bool:
+    """Whether one of these is 16-bit and gets a gradient."""
+    return torch.is_grad_enabled() and any(_is_low(t) and t.requires_grad for t in tensors)
+
+
+def _has_function(*tensors: Any) -> bool:
+    """Whether a Function of ours can stand for the op: function transforms and tracers take plain casts."""
+    strange = functorch_level() is not None or in_forward_ad() or is_jit_tracing()
+    return not strange and all(type(t) in _PLAIN for t in tensors if isinstance(t, Tensor))
+
+
+# --- any op ------------------------------------------------------------------------------------------------
+
+
+def widened(call: Call, *args: Any, **kwargs: Any) -> Any:
+    """Run an op on fp32 copies of its 16-bit tensors and round what it gives, forward and backward."""
+    low = {t.dtype for t in tensors_of((*args, *kwargs.values())) if t.dtype in LOW}
+    dtypes = {t.dtype for t in tensors_of((*args, *kwargs.values())) if t.is_floating_point()}
+    if not low or dtypes - LOW:  # an op of mixed dtypes, which torch refuses or promotes
+        return call(*args, **kwargs)
+    saved = SavedLow()
+
+    def widen(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return [widen(v) for v in cast("list[Any]", value)]
+        return saved.remember(value.to(F32), value) if _is_low(value) else value
+
+    with saved:
+        out = call(*map(widen, args), **{key: widen(value) for key, value in kwargs.items()})
+    target = low.pop() if len(low) == 1 else F32
+
+    def narrow(value: Any) -> Any:
+        return value.to(target) if isinstance(value, Tensor) and value.dtype is F32 else value
+
+    return tuple(map(narrow, out)) if isinstance(out, (tuple, list)) else narrow(out)
+
+
+def _accumulated(run: Callable[..., Any], call: Call, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Run index_put and its like as `run` does where they add, and as they are where they replace."""
+    adds = kwargs.get("accumulate", args[2] if len(args) > 2 else False)
+    return run(call, x, *args, **kwargs) if adds else call(x, *args, **kwargs)
+
+
+def _index_added(run: Callable[..., Any], call: Call, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Run index_add as `run` does where torch's own kernel does not add in fp32."""
+    index = args[1]
+    is_right = x.dim() > 1 and index.dtype is torch.int64 and _adds_rows_in_fp32(x.device.type)
+    return call(x, *args, **kwargs) if is_right else run(call, x, *args, **kwargs)
+
+
+def _scattered(run: Callable[..., Any], call: Call, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Run a scatter or gather as `run` does, but on eager CPU tensors, whose kernels add in fp32."""
+    is_right = x.device.type == "cpu" and type(x) in _PLAIN
+    return call(x, *args, **kwargs) if is_right else run(call, x, *args, **kwargs)
+
+
+def _in_place(call: Call, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Run an op in place: out of place on fp32 copies, the rounded result copied into the tensor."""
+    if not _is_low(target):
+        return call(target, *args, **kwargs)
+    copy = target.to(F32)
+    values = [a.to(F32) if _is_low(a) else a for a in args]
+    return target.copy_(call(copy, *values, **{k: v.to(F32) if _is_low(v) else v for k, v in kwargs.items()}))
+
+
+# --- layer_norm --------------------------------------------------------------------------------------------
+
+
+class LayerNorm(torch.autograd.Function):
+    """Torch's layer_norm of a 16-bit input, whose gradients are computed in fp32, block by block of rows."""
+
+    @staticmethod
+    @not_compiled
+    def forward(
+        ctx: Any, x: Tensor, shape: list[int], weight: Tensor | None, bias: Tensor | None, eps: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """x: (..., *shape), 16-bit; weight, bias: `shape`, 16-bit or fp32. The output, mean and 1/std."""
+        out, mean, rstd = _aten.native_layer_norm(x, shape, _wide(weight), _wide(bias), eps)
+        ctx.save_for_backward(x, weight, bias, mean, rstd)
+        ctx.shape = shape
+        statistics = [t.to(_statistics_dtype(x, weight, bias)) for t in (mean, rstd)]
+        ctx.mark_non_differentiable(*statistics)
+        return out, *statistics
+
+    @staticmethod
+    @not_compiled
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Grads:
+        """Gradients of x, weight and bias, each rounded once to the dtype of its tensor."""
+        x, weight, bias, mean, rstd = ctx.saved_tensors
+        needs = [ctx.needs_input_grad[i] for i in (0, 2, 3)]
+        shape, affine = ctx.shape, (_wide(weight), _wide(bias))
+
+        def gradients(grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> list[Tensor]:
+            wide = grad.to(F32), x.to(F32)
+            found = _aten.native_layer_norm_backward(*wide, shape, mean, rstd, *affine, needs)
+            return [g if i else g.to(x.dtype) for i, g in enumerate(found) if needs[i]]
+
+        whole = (
+            torch.is_grad_enabled() or x.numel() <= _BLOCK
+        )  # a derivative of this is taken, or it is small
+        if whole:
+            found = gradients(grad_outputs[0], x, mean, rstd)
+        else:
+            rows = max(1, _BLOCK // math.prod(shape))
+            flat = (grad_outputs[0].reshape(-1, *shape), x.reshape(-1, *shape))
+            ones = (t.reshape(-1, *[1] * len(shape)) for t in (mean, rstd))
+            blocks = [gradients(*b) for b in zip(*(t.split(rows) for t in (*flat, *ones)), strict=True)]
+            columns = list(zip(*blocks, strict=True))
+            found = [torch.cat(columns[0]).reshape(x.shape)] if needs[0] else []
+            found += [functools.reduce(torch.add, parts) for parts in columns[needs[0] :]]
+        left = iter(found)
+        to_x, to_weight, to_bias = (next(left) if need else None for need in needs)
+        return to_x, None, _like(to_weight, weight), _like(to_bias, bias), None
+
+
+def _statistics_dtype(x: Tensor, *affine: Tensor | None) -> torch.dtype:
+    """Return the dtype in which torch's own kernel gives mean and 1/std."""
+    return x.dtype if all(t is None or _is_low(t) for t in affine) else F32
+
+
+def _wide(t: Tensor | None) -> Tensor | None:
+    return None if t is None else t.to(F32)
+
+
+def _like(gradient: Tensor | None, t: Tensor) -> Tensor | None:
+    return None if gradient is None else gradient.to(t.dtype)
+
+
+def _native_layer_norm(
+    call: Call, x: Tensor, shape: list[int], weight: Tensor | None, bias: Tensor | None, eps: float
+) -> Any:
+    if not (_is_low(x) and torch.is_grad_enabled()) or not any(
+        t is not None and t.requires_grad for t in (weight, bias)
+    ):
+        return call(x, shape, weight, bias, eps)
+    if _has_function(x, weight, bias):
+        return LayerNorm.apply(x, list(shape), weight, bias, eps)
+    out, *statistics = call(x.to(F32), shape, _wide(weight), _wide(bias), eps)
+    return out.to(x.dtype), *(t.to(_statistics_dtype(x, weight, bias)) for t in statistics)
+
+
+def _layer_norm(
+    call: Call,
+    x: Tensor,
+    shape: list[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *cudnn: bool,
+    **kwargs: bool,
+) -> Tensor:
+    def native(*args: Any) -> tuple[Tensor]:
+        return (call(*args, *cudnn, **kwargs),)
+
+    return _native_layer_norm(native, x, shape, weight, bias, eps)[0]
+
+
+def _affine_in_fp32(
+    places: tuple[int, int], statistics: int | None, call: Call, *args: Any, **kw: Any
+) -> Any:
+    """Run a normalisation beside fp32 parameters, whose gradients its CPU kernel sums in fp32 then."""
+    kept = None if statistics is None else args[statistics]
+    if not _is_low(args[0]) or _is_low(kept):
+        return call(*args, **kw)
+    return call(*(_wide(a) if i in places and _is_low(a) else a for i, a in enumerate(args)), **kw)
+
+
+# --- look-ups in tables ------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _adds_rows_in_fp32(device_type: str) -> bool:
+    """Whether torch's index_add of 16-bit rows sums in fp32: seen on a sum that 16 bits cannot hold."""
+    if device_type != "cpu":
+        return False
+    low, index = torch.bfloat16, torch.zeros(1024, dtype=torch.int64, device="cpu")
+    ones = torch.ones(1024, 2, dtype=low, device="cpu")
+    return torch.zeros(1, 2, dtype=low, device="cpu").index_add_(0, index, ones).eq(1024).all().item() is True
+
+
+def sum_rows(rows: Tensor, index: Tensor, count: int) -> Tensor:
+    """Sum 16-bit rows (n, width) by index (n,) into (count, width), in fp32, each sum rounded once.
+
+    Where torch's own index_add sums so, without memory of its own; else in a buffer of 4 bytes an element.
+    """
+    shape = count, rows.shape[1]
+    if _adds_rows_in_fp32(rows.device.type):
+        return rows.new_zeros(shape).index_add_(0, index, rows)
+    return rows.new_zeros(shape, dtype=F32).index_add_(0, index, rows.to(F32)).to(rows.dtype)
+
+
+class Rows(torch.autograd.Function):
+    """Rows of a 16-bit table (count, ...) by index, each row's gradients summed in fp32 and rounded once.
+
+    padding: a row without a gradient, or -1. by_frequency: each gradient is divided by its row's uses.
+    """
+
+    @staticmethod
+    @not_compiled
+    def forward(
+        ctx: Any, table: Tensor, index: Tensor, padding: int, by_frequency: bool, call: Call
+    ) -> Tensor:
+        """index: any shape of int64 or int32; `call()` looks up, the result is (*index.shape, ...)."""
+        ctx.save_for_backward(index)
+        ctx.shape, ctx.padding, ctx.by_frequency = table.shape, padding, by_frequency
+        return call()
+
+    @staticmethod
+    @not_compiled
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Grads:
+        """The table's gradient, of its shape."""
+        args = *ctx.saved_tensors, ctx.shape, ctx.padding, ctx.by_frequency
+        return RowSums.apply(grad_outputs[0], *args), None, None, None, None
+
+
+class RowSums(torch.autograd.Function):
+    """The gradient of `Rows`, which can be differentiated again."""
+
+    @staticmethod
+    @not_compiled
+    def forward(
+        ctx: Any, grad: Tensor, index: Tensor, shape: Any, padding: int, by_frequency: bool
+    ) -> Tensor:
+        """grad: (*index.shape, *shape[1:]); the result: `shape`."""
+        ctx.save_for_backward(index)
+        ctx.padding, ctx.by_frequency = padding, by_frequency
+        index = index.reshape(-1).to(torch.int64).remainder(max(1, shape[0]))
+        sums = sum_rows(grad.reshape(len(index), math.prod(shape[1:])), index, shape[0])
+        if by_frequency:
+            sums /= torch.bincount(index, minlength=shape[0]).clamp_(min=1)[:, None]
+        if padding >= 0:
+            sums[padding] = 0
+        return sums.reshape(shape)
+
+    @staticmethod
+    @not_compiled
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Grads:
+        """Rows of the gradient's gradient."""
+        if ctx.by_frequency:
+            raise RuntimeError("an embedding with scale_grad_by_freq has no second derivative, in torch too")
+        (index,) = ctx.saved_tensors
+        rows = grad_outputs[0][index.to(torch.int64)]
+        if ctx.padding >= 0:
+            rows[index == ctx.padding] = 0
+        return rows, None, None, None, None
+
+
+class SparseRows(Rows):
+    """The same with a sparse gradient of the rows that were used, coalesced."""
+
+    @staticmethod
+    @not_compiled
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Grads:
+        """`table.shape`, of which the rows that were used are stored."""
+        (index,) = ctx.saved_tensors
+        kept = index != ctx.padding
+        used, place = torch.unique(index[kept].to(torch.int64), return_inverse=True)
+        sums = sum_rows(grad_outputs[0][kept], place, len(used))
+        return _sparse_gradient(used, sums, ctx.shape), None, None, None, None
+
+
+def _sparse_gradient(rows: Tensor, values: Tensor, shape: Any) -> Tensor:
+    return torch.sparse_coo_tensor(rows[None], values, shape, is_coalesced=True, check_invariants=False)
+
+
+def _embedding(
+    call: Call,
+    table: Tensor,
+    index: Tensor,
+    padding: int = -1,
+    by_frequency: bool = False,
+    sparse: bool = False,
+) -> Tensor:
+    options = padding, by_frequency, sparse
+    if not _trains(table):
+        return call(table, index, *options)
+    if not _has_function(table, index):
+        return call(table.to(F32), index, *options).to(table.dtype)
+    take = functools.partial(call, table, index, *options)
+    return (SparseRows if sparse else Rows).apply(table, index, padding, by_frequency, take)
+
+
+def _index(call: Call, x: Tensor, indices: Any) -> Tensor:
+    """`x[indices]`, where the same element may be taken many times, unless a mask takes them."""
+    numbers = [i for i in indices if i is not None and i.dtype not in (torch.bool, torch.uint8)]
+    if not numbers or not _trains(x):
+        return call(x, indices)
+    if len(indices) == 1 and _has_function(x, *indices):
+        return Rows.apply(x, indices[0], -1, False, functools.partial(call, x, indices))
+    return call(x.to(F32), indices).to(x.dtype)
+
+
+def _index_select(call: Call, x: Tensor, dim: int, index: Tensor) -> Tensor:
+    if not _trains(x):
+        return call(x, dim, index)
+    if x.dim() and index.dim() and dim % x.dim() == 0 and _has_function(x, index):
+        return Rows.apply(x, index, -1, False, functools.partial(call, x, dim, index))
+    return call(x.to(F32), dim, index).to(x.dtype)
+
+
+def _embedding_bag(
+    call: Call,
+    table: Tensor,
+    index: Tensor,
+    offsets: Tensor,
+    by_frequency: bool = False,
+    mode: int = 0,
+    sparse: bool = False,
+    *rest: Any,
+) -> Any:
+    """Bags of rows that are taken from the table first, so that each is in one place."""
+    padding, weights = rest[2] if len(rest) > 2 else None, rest[0] if rest else None
+    if not _trains(table, weights):
+        return call(table, index, offsets, by_frequency, mode, sparse, *rest)
+    is_plain = not by_frequency and mode < 2 and (padding is None or padding < 0)
+    if not is_plain or not _has_function(table, index, offsets, weights):
+        return widened(call, table, index, offsets, by_frequency, mode, sparse, *rest)
+    take = functools.partial(_aten.index_select, table, 0, index)
+    rows = (SparseRows if sparse else Rows).apply(table, index, -1, False, take)
+    places = torch.arange(len(index), dtype=offsets.dtype, device=index.device)
+    return call(rows, places, offsets, False, mode, False, *rest)
+
+
+_SUMS: Mapping[str, Callable[..., Any]] = {
+    "layer_norm": _layer_norm,
+    "native_layer_norm": _native_layer_norm,
+    "batch_norm": functools.partial(_affine_in_fp32, (1, 2), 3),
+    "instance_norm": functools.partial(_affine_in_fp32, (1, 2), 3),
+    "group_norm": functools.partial(_affine_in_fp32, (2, 3), None),
+    "embedding": _embedding,
+    "embedding_bag": _embedding_bag,
+    "index": _index,
+    "index_select": _index_select,
+    "index_put": functools.partial(_accumulated, widened),
+    "index_put_": functools.partial(_accumulated, _in_place),
+    **dict.fromkeys(("gather", "scatter_add", "scatter_reduce"), functools.partial(_scattered, widened)),
+    **dict.fromkeys(("scatter_add_", "scatter_reduce_"), functools.partial(_scattered, _in_place)),
+    "index_add": functools.partial(_index_added, widened),
+    "index_add_": functools.partial(_index_added, _in_place),
+}

@@ -1,0 +1,96 @@
+"""What `prepare` made of models and optimizers, and the way back; nothing of steps.
+
+A session and each converted model share it. So it refers to no model strongly, and what a model holds ends
+with the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from halfstep.convert.conversion import Conversion
+from halfstep.convert.layout import Relayout
+from halfstep.optim.loading import HasMasters
+from halfstep.optim.master_link import narrow_state
+from halfstep.optim.masters import MasterWeights, holder_of, holders_of
+from halfstep.session.precision import Precision
+
+
+class Preparation:
+    """The conversions, masters, layout and hooks of one `prepare`; `revert` undoes them."""
+
+    def __init__(
+        self,
+        optimizers: list[torch.optim.Optimizer],
+        precision: Precision,
+        layout: Relayout,
+        conversions: list[Conversion],
+        masters: dict[int, MasterWeights],
+    ) -> None:
+        self.optimizers, self.precision = optimizers, precision
+        self.layout, self.conversions, self.masters = layout, conversions, masters
+        self.handles: list[RemovableHandle] = []
+        """Of hooks on models and optimizers."""
+        self.reverted = False
+
+    @property
+    def holders(self) -> list[HasMasters]:
+        """What holds the exact fp32 value of 16-bit weights; nothing at a level without masters."""
+        return holders_of(self.optimizers) if self.precision.masters else []
+
+    def exact(self) -> dict[Tensor, Tensor]:
+        """The fp32 value of every weight that has a master."""
+        return {w: value for holder in self.holders for w, value in holder.masters().items()}
+
+    def remove_hooks(self) -> None:
+        """Remove what was hung on models and optimizers for loads and direct steps."""
+        for handle in self.handles:
+            handle.remove()
+        self.handles = []
+
+    def revert(self) -> None:
+        """Give fp32 weights back, exact where there are masters, and optimizers as they were."""
+        holders = holders_of(self.optimizers) if self.precision.stores_low else []  # hs.optim's at O3 too
+        exact = [(holder, holder.masters()) for holder in holders]
+        for conversion in self.conversions:
+            conversion.revert()
+        for holder, values in exact:
+            holder.seed_masters(values)
+        for masters in self.masters.values():
+            masters.revert()
+        if self.conversions:
+            fit_states(self.precision, self.optimizers)
+        self.layout.revert()
+        self.conversions, self.masters, self.reverted = [], {}, True
+        self.remove_hooks()
+
+
+def fit_states(precision: Precision, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Give the states of torch optimizers without masters their weights' dtype, as torch's loading does."""
+    if precision.masters or not precision.stores_low:
+        return
+    for optimizer in (o for o in optimizers if holder_of(o) is None):
+        for p, state in optimizer.state.items():
+            if isinstance(p, Tensor) and p.is_floating_point():
+                optimizer.state[p] = narrow_state(state, p.dtype)
+
+
+class Prepared:
+    """A hook that does no work, by which a converted model keeps what undoes its preparation."""
+
+    def __init__(self, preparation: Preparation | None = None) -> None:
+        self.preparation = preparation
+
+    def __call__(self, module: nn.Module, keys: Any) -> None:
+        """Do nothing; torch calls it at the end of `load_state_dict`."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Prepared:
+        return Prepared()
+
+    def __reduce__(self) -> tuple[type[Prepared], tuple[()]]:
+        return Prepared, ()

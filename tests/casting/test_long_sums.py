@@ -1,0 +1,230 @@
+"""Gradients of normalisations and tables: summed in fp32 and rounded once, by every way to call them."""
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import halfstep as hs
+from halfstep.compat import torch_amp
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+ROUNDING = {BF16: 2**-8, FP16: 2**-11}
+USES = 8192
+INDEX = torch.arange(USES) % 3
+
+
+def error(got: Tensor, right: Tensor) -> float:
+    return float((got.double() - right.double()).norm() / right.double().norm())
+
+
+def gradients(f: Callable[..., Tensor], tensors: list[Tensor]) -> list[Tensor]:
+    out = f(*tensors)
+    torch.manual_seed(1)
+    upstream = (torch.rand(out.shape) + 0.25).to(BF16).to(out.dtype)
+    return list(torch.autograd.grad(out, tensors, upstream))
+
+
+def check(
+    f: Callable[..., Tensor],
+    in_region: Callable[..., Tensor],
+    tensors: list[Tensor],
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Gradients in the region equal those in fp64 of the same values but for one rounding (to `dtype`)."""
+    leaves = [t.requires_grad_() for t in tensors]
+    exact = gradients(f, [t.detach().double().requires_grad_() for t in leaves])
+    for t, got, right in zip(leaves, gradients(in_region, leaves), exact, strict=True):
+        assert got.dtype is t.dtype
+        assert error(got, right) < 2 * ROUNDING[dtype or t.dtype]
+
+
+NORMS: dict[str, tuple[Callable[..., Tensor], tuple[int, ...]]] = {
+    "layer_norm": (lambda x, w, b: F.layer_norm(x, w.shape, w, b), (USES, 8)),
+    "layer_norm of two": (
+        lambda x, w, b: F.layer_norm(x, (2, 4), w.reshape(2, 4), b.reshape(2, 4)),
+        (USES, 2, 4),
+    ),
+    "native_layer_norm": (lambda x, w, b: torch.native_layer_norm(x, w.shape, w, b, 1e-5)[0], (USES, 8)),
+    "no bias": (lambda x, w, b: F.layer_norm(x, w.shape, w) + b, (USES, 8)),
+    "module": (
+        lambda x, w, b: torch.func.functional_call(
+            nn.LayerNorm(8), {"weight": w.to(w.dtype), "bias": b.to(b.dtype)}, x
+        ),
+        (USES, 8),
+    ),
+    "group_norm": (lambda x, w, b: F.group_norm(x, 4, w, b), (2, 8, USES)),
+    "batch_norm": (
+        lambda x, w, b: F.batch_norm(x, None, None, w, b, True),
+        (USES, 8, 1, 1),
+    ),
+    "instance_norm": (lambda x, w, b: F.instance_norm(x, None, None, w, b), (2, 8, USES)),
+    "rms_norm": (lambda x, w, b: F.rms_norm(x, (8,), w) + b, (USES, 8)),
+}
+
+
+def region(how: str, dtype: torch.dtype, f: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def run(*tensors: Tensor) -> Tensor:
+        manager = {
+            "O1": lambda: hs.autocast("cpu", dtype),
+            "O3": lambda: hs.autocast("cpu", dtype, policy="low"),
+            "native": lambda: hs.autocast("cpu", dtype, kernels="native"),
+            "rounded": lambda: hs.autocast("cpu", dtype, kernels="rounded"),
+            "table torch": lambda: hs.autocast("cpu", dtype, policy="torch"),
+            "compat": lambda: torch_amp.autocast("cpu", dtype),
+        }[how]
+        with manager():
+            return f(*tensors)
+
+    return run
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype")
+@pytest.mark.parametrize("how", ["O1", "O3", "native", "rounded", "table torch", "compat"])
+@pytest.mark.parametrize("name", NORMS)
+def test_gradients_of_a_normalisation_are_summed_in_fp32(name, how):
+    f, shape = NORMS[name]
+    torch.manual_seed(0)
+    for dtype, weights in itertools.product((BF16, FP16), (FP32, None)):
+        x = (torch.randn(shape) + 0.5).to(dtype)
+        affine = [(torch.rand(8) + 0.5).to(BF16).to(weights or dtype) for _ in "wb"]
+        in_region = region(how, dtype, f)
+        check(f, lambda x, *affine, run=in_region: run(x, *affine), [x, *affine], dtype)
+
+
+def test_channels_last_batches_too():
+    x = torch.randn(4, 8, 32, 32).to(BF16).to(memory_format=torch.channels_last)
+    f = NORMS["batch_norm"][0]
+    check(f, region("O1", BF16, f), [x, (torch.rand(8) + 0.5).to(BF16), torch.rand(8).to(BF16)])
+
+
+LOOK_UPS: dict[str, tuple[Callable[[Tensor], Tensor], tuple[int, ...]]] = {
+    "embedding": (lambda w: F.embedding(INDEX, w), (5, 4)),
+    "embedding, int32": (lambda w: F.embedding(INDEX.int(), w), (5, 4)),
+    "embedding, padding": (lambda w: F.embedding(INDEX, w, padding_idx=1), (5, 4)),
+    "embedding, by frequency": (lambda w: F.embedding(INDEX, w, scale_grad_by_freq=True), (5, 4)),
+    "w[index]": (lambda w: w[INDEX - 2], (5, 4)),
+    "w[index] of one": (lambda w: w[INDEX], (5,)),
+    "w[:, index]": (lambda w: w[:, INDEX], (4, 5)),
+    "w[index, index]": (lambda w: w[INDEX, INDEX % 2], (5, 4)),
+    "index_select": (lambda w: w.index_select(0, INDEX), (5, 4)),
+    "index_select, int32": (lambda w: w.index_select(1, INDEX.int()), (4, 5)),
+    "index_select of one": (lambda w: w.index_select(0, INDEX), (5,)),
+    "gather": (lambda w: w.gather(0, INDEX[:, None].expand(-1, 4)), (5, 4)),
+    "take_along_dim": (lambda w: torch.take_along_dim(w, INDEX[:, None], 0), (5, 4)),
+    "bag, sum": (lambda w: F.embedding_bag(INDEX.view(-1, 4), w, mode="sum"), (5, 4)),
+    "bag, mean": (lambda w: F.embedding_bag(INDEX.view(1, -1), w, mode="mean"), (5, 4)),
+    "bag, max": (lambda w: F.embedding_bag(INDEX.view(-1, 4), w, mode="max"), (5, 4)),
+    "bag, padding": (lambda w: F.embedding_bag(INDEX.view(-1, 4), w, mode="mean", padding_idx=1), (5, 4)),
+    "bag, weights": (
+        lambda w: F.embedding_bag(
+            INDEX.view(-1, 4),
+            w,
+            mode="sum",
+            per_sample_weights=torch.full((USES // 4, 4), 0.5, dtype=w.dtype),
+        ),
+        (5, 4),
+    ),
+}
+
+
+@pytest.mark.parametrize("how", ["O1", "O3", "native", "table torch"])
+@pytest.mark.parametrize("name", LOOK_UPS)
+def test_gradients_of_a_table_are_summed_in_fp32(name, how):
+    f, shape = LOOK_UPS[name]
+    for dtype in (BF16, FP16):
+        table = (torch.rand(shape) + 0.5).to(dtype)
+        check(f, region(how, dtype, f), [table])
+
+
+def test_a_sparse_gradient_has_each_row_once():
+    table = torch.rand(5, 4).to(BF16).requires_grad_()
+    with hs.autocast("cpu", BF16):
+        F.embedding(INDEX, table, padding_idx=1, sparse=True).sum().backward()
+    assert table.grad._nnz() == 2
+    assert table.grad.dtype is BF16
+    assert table.grad.to_dense()[:, 0].tolist() == [2736.0, 0.0, 2736.0, 0.0, 0.0]  # 2731 and 2730 in bf16
+
+
+FORWARD: dict[str, Callable[[Tensor], Tensor]] = {
+    "index_put": lambda s: s.new_zeros(2, 4).index_put((INDEX * 0,), s, accumulate=True),
+    "index_put_": lambda s: s.new_zeros(2, 4).index_put_((INDEX * 0,), s, accumulate=True),
+    "index_add, int32": lambda s: s.new_zeros(2, 4).index_add(0, INDEX.int() * 0, s),
+    "index_add_ of one": lambda s: s.new_zeros(2).index_add_(0, INDEX * 0, s[:, 0]),
+    "index_reduce": lambda s: (
+        s.new_zeros(2, 4).index_reduce(0, INDEX * 0, s, "mean", include_self=False) * USES
+    ),
+    "segment_reduce": lambda s: torch.segment_reduce(s, "sum", lengths=torch.tensor([USES])),
+    "histc": lambda s: torch.histc(s[:, 0], 1, 0, 2),
+    "sparse.mm": lambda s: torch.sparse.mm(
+        torch.sparse_coo_tensor(torch.stack([INDEX * 0, torch.arange(USES)]), torch.ones(USES), (2, USES)), s
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FORWARD)
+@pytest.mark.filterwarnings("ignore:index_reduce", "ignore:Sparse invariant")
+def test_sums_by_index_are_fp32(name):
+    for dtype in (BF16, FP16):
+        ones = torch.ones(USES, 4, dtype=dtype).requires_grad_()
+        with hs.autocast("cpu", dtype):
+            out = FORWARD[name](ones)
+        assert out.dtype is dtype
+        assert out.flatten()[0] == USES
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.parametrize("name", ["layer_norm", "embedding", "w[index]", "index_select"])
+def test_what_else_autograd_does_with_them(name):
+    """Checkpointing, derivatives of derivatives, function transforms, forward mode."""
+    f, shape = NORMS.get(name) or LOOK_UPS[name]
+    tensors = [(torch.rand(s) + 0.5).to(BF16) for s in ([shape, (8,), (8,)] if name in NORMS else [shape])]
+    run = region("O1", BF16, f)
+    check(f, lambda *t: checkpoint(run, *t, use_reentrant=False), tensors)
+    transformed = torch.func.grad(lambda w: run(w, *tensors[1:]).float().sum())(tensors[0].detach())
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(tensors[0].detach(), torch.ones_like(tensors[0]))
+        run(dual, *tensors[1:])
+    leaves = [t.detach().requires_grad_() for t in tensors]
+    (first,) = torch.autograd.grad(run(*leaves).float().pow(2).sum(), leaves[:1], create_graph=True)
+    (second,) = torch.autograd.grad(first.float().pow(2).sum(), leaves[:1])
+    exact = [t.detach().double().requires_grad_() for t in leaves]
+    (first,) = torch.autograd.grad(f(*exact).pow(2).sum(), exact[:1], create_graph=True)
+    (right,) = torch.autograd.grad(first.pow(2).sum(), exact[:1])
+    assert transformed.shape == shape
+    assert name == "layer_norm" or error(second, right) < 0.02
+
+
+def test_an_index_out_of_range_is_an_error():
+    table = torch.rand(5, 4).to(BF16).requires_grad_()
+    with hs.autocast("cpu", BF16):
+        for look_up in (
+            lambda i: table[i],
+            lambda i: F.embedding(i, table),
+            lambda i: table.index_select(0, i),
+        ):
+            with pytest.raises((IndexError, RuntimeError), match="out of"):
+                look_up(torch.tensor([7]))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_a_transformer_encoder_has_its_gradients(level):
+    torch.manual_seed(0)
+    net = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 16, 0.0, batch_first=True), 1)
+    x = torch.randn(8, 512, 16)
+    plain = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 16, 0.0, batch_first=True), 1)
+    plain.load_state_dict(net.state_dict())
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+    amp = hs.prepare(net, optimizer, level=level, dtype="bf16")
+    with amp.autocast():
+        loss = net(x).float().mul(x + 1).sum()
+    amp.backward(loss)
+    plain(x).mul(x + 1).sum().backward()
+    right = dict(plain.named_parameters())
+    for name, p in net.named_parameters():
+        if "norm" in name:
+            assert error(p.grad, right[name].grad) < 0.03, name
