@@ -30,10 +30,15 @@ GROUPS: dict[str, tuple[str, ...]] = {
 }
 """Files of a group, a process each."""
 
+PAGES = ("README.md", "docs")
+"""Every Python block of the pages, in order, with its tensors on the device."""
+
 _LATER = "it expects in the step what a GPU tells a step later"
 _SPARSE = "the device has no sparse tensors"
 _CPU = "it names the CPU"
+_BATCHES = "the Trainer looks over batches of the host alone: reading those of a GPU would wait"
 _SESSION = "tests/session/test_session.py::"
+_NEWCOMERS = "tests/behaviour/test_newcomers.py::"
 _LOOP = "tests/trainer/test_loop.py::"
 _WATCH = "tests/numerics/test_watch.py::"
 _SCALER = "tests/scaling/test_grad_scaler.py::"
@@ -42,12 +47,10 @@ CANNOT: dict[str, str] = {
     _SESSION + "test_no_loss_scale_takes_every_step_and_warns_once": _LATER,
     _SESSION + "test_released_gradients_refuse_what_would_apply_twice_and_tell_a_partial_skip": _LATER,
     "tests/session/test_round.py::test_the_value_is_frozen_and_comes_back": _LATER,
-    _LOOP + "test_bad_values_in_the_data_are_named_before_they_spoil_a_weight": _LATER,
+    _LOOP + "test_bad_values_in_the_data_are_named_before_they_spoil_a_weight": _BATCHES,
     _LOOP + "test_a_diverging_run_warns_once_and_says_where": _LATER,
-    _LOOP
-    + "test_evaluation_leaves_frozen_parts_in_their_mode": "its network has an LSTM, which asks for cuDNN",
-    _LOOP
-    + "test_a_file_of_an_earlier_version_is_read": "the file was written on a CPU, and is compared there",
+    _LOOP + "test_evaluation_leaves_frozen_parts_in_their_mode": _BATCHES,
+    _LOOP + "test_a_file_of_an_earlier_version_is_read": "it compares with numbers that lie on the host",
     _WATCH + "test_a_session_s_gradients_are_noted_as_backward_left_them": _LATER,
     _WATCH + "test_each_optimizer_s_step_notes_its_own_gradients": _LATER,
     _WATCH + "test_released_gradients_are_noted": _LATER,
@@ -57,7 +60,7 @@ CANNOT: dict[str, str] = {
     _WATCH + "test_largest_of_any_dtype_and_layout": _SPARSE,
     "tests/optim/test_step.py::test_exact_fp16_says_when_a_weight_outgrows_it": _LATER,
     "tests/optim/test_step.py::test_what_cannot_be_updated_is_refused": _SPARSE,
-    "tests/behaviour/test_newcomers.py::test_an_epsilon_that_is_zero_is_named_where_the_loss_turns_nan": _LATER,
+    _NEWCOMERS + "test_an_epsilon_that_is_zero_is_named_where_the_loss_turns_nan": _LATER,
     "tests/gradients/test_outcome.py::test_queue_reads_host_outcomes_at_once": _LATER,
     _SCALER + "test_one_of_two_optimizers_skips_and_the_scale_backs_off_once": _LATER,
     _SCALER + "test_disabled_is_torchs_no_op_but_tells": _LATER,
