@@ -1,5 +1,8 @@
 """`hs.audit`: one row for each mistake of precision that shows before a step, and none for healthy pairs."""
 
+import sys
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -125,3 +128,62 @@ def test_prepare_is_silent_where_updates_are_kept():
         model = net()
         with silent():
             hs.prepare(model, make(model.parameters(), lr=rate), level=level)
+
+
+# --- a fused step that updates nothing -------------------------------------------------------------------
+
+
+@pytest.fixture
+def broken_sgd(monkeypatch):
+    """Give torch a fused SGD that updates nothing, whatever the running torch's does."""
+    module = sys.modules[torch.optim.SGD.__module__]
+    real = module.sgd
+    monkeypatch.setattr(module, "sgd", lambda *args, **how: how["fused"] or real(*args, **how))
+
+
+@pytest.mark.usefixtures("broken_sgd")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("options", [{}, {"momentum": 0.9, "nesterov": True}, {"lr": torch.tensor(1e-3)}])
+def test_a_fused_step_that_updates_no_16_bit_weight_is_a_row(dtype, options):
+    model = nn.Linear(8, 8).to(dtype)
+    before = [p.detach().clone() for p in model.parameters()]
+    found = hs.audit(model, torch.optim.SGD(model.parameters(), **{"lr": 0.0, **options}, fused=True))
+    (row,) = [row for row in found if row.rule == "fused step"]
+    assert row.where == "SGD group 0"
+    assert "torch's fused SGD did not update 64 of 64" in row.text
+    assert "fused=False" in row.cure
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before)), "the probe has its own weights"
+
+
+@pytest.mark.usefixtures("broken_sgd")
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_the_first_step_warns_once_of_a_fused_step_that_updates_no_16_bit_weight(level):
+    model = nn.Linear(8, 8)
+    amp = hs.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, fused=True), level, dtype="bf16")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            with amp.autocast():
+                loss = model(torch.ones(2, 8)).float().square().mean()
+            amp.backward(loss)
+            amp.step()
+    said = [str(w.message) for w in caught if "did not update 64 of 64 bf16 weights" in str(w.message)]
+    assert len(said) == (level == "O3"), "other levels have fp32 weights for the optimizer"
+
+
+KINDS = {"SGD": {"lr": 0.1, "momentum": 0.9}, "Adam": {"amsgrad": True}, "AdamW": {"lr": 1e-3}, "Adagrad": {}}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_audit_says_of_torch_s_fused_steps_what_is_true_of_them(kind, dtype):
+    def run(fused):
+        p = nn.Parameter(torch.ones(256, dtype=dtype))
+        optimizer = getattr(torch.optim, kind)([p], **{**KINDS[kind], "lr": 0.25}, fused=fused)
+        p.grad = torch.full_like(p, 0.5)
+        optimizer.step()
+        return optimizer, p.detach() - 1
+
+    (optimizer, moved), (_, right) = run(True), run(False)
+    idle = "fused step" in rules(hs.audit(nn.Linear(1, 1), optimizer))
+    assert idle == (not torch.allclose(moved.float(), right.float(), rtol=0.1))

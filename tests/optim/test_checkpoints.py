@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from halfstep.compat.apex.optimizers import FusedAdam
 from halfstep.errors import CheckpointError, ConfigError
 from halfstep.optim import SGD, Adam, AdamW, Lion, fp32_state_dict, rounding
 from halfstep.session import prepare
@@ -430,3 +431,19 @@ def test_8_bit_sgd_whose_momentum_was_set_to_0_saves_what_loads():
     theirs.load_state_dict(ours.state_dict())
     assert theirs.param_groups[0]["momentum"] == 0
     assert all(map(torch.equal, ours.masters().values(), theirs.masters().values()))
+
+
+@pytest.mark.parametrize("saves", [torch.optim.Adam, Adam], ids=["torch's", "ours"])
+@pytest.mark.parametrize("loads", [Adam, AdamW, FusedAdam])
+def test_the_state_of_an_adam_makes_no_adam_of_an_adamw_as_in_torch(loads: Any, saves: Any):
+    """Only the numbers change: the next step is that of torch's class with the same state."""
+    weights = []
+    for kind in (loads, torch.optim.Adam if loads is Adam else torch.optim.AdamW):
+        p = nn.Parameter(torch.linspace(1.0, 2.0, 32))
+        earlier, later = saves([p], lr=0.01, weight_decay=0.5), kind([p], lr=0.1)
+        p.grad = torch.linspace(-1e-3, 1e-3, 32)
+        earlier.step()
+        later.load_state_dict(earlier.state_dict())
+        later.step()
+        weights.append(p.detach())
+    torch.testing.assert_close(*weights)

@@ -28,7 +28,7 @@ from halfstep.numerics.tape import Node, is_users
 from halfstep.numerics.trace import trace_step
 from halfstep.numerics.uncast import casts_weights, low_ops, no_region, weights_fault, zero_epsilons
 from halfstep.optim.masters import holder_of
-from halfstep.optim.resolution import expected_step, too_coarse
+from halfstep.optim.resolution import expected_step, find_idle_steps, too_coarse
 from halfstep.policy.levels import LOW_DTYPES
 from halfstep.scaling.loss_scale import NoLossScale
 from halfstep.torch_private import pytree
@@ -109,6 +109,7 @@ def findings_at_rest(
     return [
         *_buffers(parts, becomes),
         *(Finding("epsilon", *found) for found in zero_epsilons(parts.optimizers)),
+        *(Finding("fused step", *found) for found in find_idle_steps(parts.optimizers)),
         *coarse_weights(parts.optimizers),
         *_losses(parts, step),
         *_missing_scale(parts),
@@ -355,9 +356,10 @@ def audit(
 ) -> Audit:
     """Look at the dtypes of weights, buffers and optimizers; runs no step, reads values, changes nothing.
 
-    Rows: 16-bit weights without masters, and whether updates at this learning rate are lost in them; an
-    epsilon that fp16 rounds to zero; running statistics, positions and tables in 16 bits; losses that take
-    probabilities; tied weights that have come apart in two dtypes.
+    Rows: 16-bit weights without masters, and whether updates at this learning rate are lost in them; a fused
+    step of torch's that does not update them, tried on 64 weights of its own; an epsilon that fp16 rounds to
+    zero; running statistics, positions and tables in 16 bits; losses that take probabilities; tied weights
+    that have come apart in two dtypes.
 
     Args:
         model, optimizer: one or several, as for `prepare`; before it or after.

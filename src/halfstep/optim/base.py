@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AnySet
 from operator import itemgetter
-from typing import Any, TypedDict, Unpack, cast
+from typing import Any, ClassVar, TypedDict, Unpack, cast
 
 import torch
 from torch import Tensor
@@ -71,6 +71,8 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
     """
 
     one_pass = True
+    fixed_options: ClassVar[frozenset[str]] = frozenset()
+    """Options of groups that make the class what it is: a checkpoint of another class leaves them alone."""
 
     def __init__(
         self,
@@ -604,7 +606,11 @@ class AdamW(Adam):
         amsgrad: True keeps the largest second moment; runs in plain torch, several times slower, with fp32
             states.
         bias_correction: False takes the moments as they are, small in the first steps; groups may differ.
+
+    The state of an Adam is loaded as torch's AdamW loads it: its numbers, and weight decay stays decoupled.
     """
+
+    fixed_options = frozenset({"decoupled_weight_decay"})
 
     def __init__(
         self,

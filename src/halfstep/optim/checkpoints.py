@@ -8,7 +8,7 @@ refused by name where it does not fit, before anything is changed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -227,7 +227,8 @@ def read(
     """
     saved_groups = state_dict["param_groups"]
     sources = match_groups(optimizer.param_groups, saved_groups)
-    groups = [_options(group, saved) for group, saved in zip(optimizer.param_groups, saved_groups)]
+    stays = {*OWN_OPTIONS, *optimizer.fixed_options}
+    groups = [_options(group, saved, stays) for group, saved in zip(optimizer.param_groups, saved_groups)]
     found: dict[Tensor, tuple[Group, Tensor | None]] = {}
     for p, _, place in optimizer._places():
         saved, group = state_dict["state"].get(sources[place]), groups[place[0]]
@@ -241,8 +242,8 @@ def read(
     return [{k: v for k, v in group.items() if k != "params"} for group in groups], found
 
 
-def _options(group: Group, saved: Mapping[str, Any]) -> Group:
-    options = {**group, **{k: v for k, v in saved.items() if k not in OWN_OPTIONS}}
+def _options(group: Group, saved: Mapping[str, Any], stays: Collection[str]) -> Group:
+    options = {**group, **{k: v for k, v in saved.items() if k not in stays}}
     if "param_names" in saved:
         options.setdefault("param_names", saved["param_names"])
     arguments.settle_group(options)

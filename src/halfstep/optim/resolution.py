@@ -5,17 +5,20 @@ lost under rounding to nearest, every time. Exact and fp32 masters hold 24 bits,
 fp16 weights alone 11. Stochastic rounding loses no update on average.
 """
 
+import inspect
 import warnings
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from halfstep.errors import HalfstepWarning
+from halfstep.formats import dtype_name
 from halfstep.optim.base import OnePassOptimizer
+from halfstep.policy.levels import LOW_DTYPES
 
 SAMPLE = 65536
 _BITS = {torch.float32: 24, torch.bfloat16: 8, torch.float16: 11}
@@ -118,6 +121,51 @@ def lost_updates(optimizer: OnePassOptimizer) -> Generator[LostShares]:
         lost.shares[p] = same / count if count else 0.0
         kept, all_moving = kept + same, all_moving + count
     lost.total = kept / all_moving if all_moving else 0.0
+
+
+_PROBED = 64
+"""Weights in a probe: at least two vectors of 16 bits on every CPU that torch has vectors for."""
+_HOW = ("fused", "foreach", "capturable", "differentiable")
+"""Options that say by which code a step of torch is made."""
+
+
+def find_idle_steps(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[tuple[str, str, str]]:
+    """Yield groups of 16-bit weights that torch's fused step does not move: where, what happens, the fix.
+
+    Measured by steps on 64 weights, in each dtype and on each device that such a group has. (On a CPU torch
+    2.13's SGD updates nothing but what follows the last whole vector: pytorch/pytorch issue 191763.)
+    """
+    for optimizer in optimizers:
+        kind = next(base for base in type(optimizer).__mro__ if base.__module__.startswith("torch.optim"))
+        for number, group in enumerate(optimizer.param_groups):
+            fused = kind is not torch.optim.Optimizer and group.get("fused")
+            low = (p for p in group["params"] if p.dtype in LOW_DTYPES and p.requires_grad)
+            for dtype, device in dict.fromkeys((p.dtype, p.device) for p in low) if fused else ():
+                if idle := _count_idle(kind, group, dtype, device):
+                    yield (
+                        f"{type(optimizer).__name__} group {number}",
+                        f"torch's fused {kind.__name__} did not update {idle} of {_PROBED} "
+                        f"{dtype_name(dtype)} weights in a test on {device}, and fused=False updated all",
+                        "write fused=False, or use an optimizer of hs.optim",
+                    )
+
+
+@torch.no_grad()
+def _count_idle(kind: Any, group: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> int:
+    """Count the weights that two fused steps leave far from where plain ones move them."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return 0
+    known = inspect.signature(kind.__init__).parameters.keys() - {*_HOW, "params", "lr"}
+    options, moves = {key: value for key, value in group.items() if key in known}, list[Tensor]()
+    for fused in (True, False):
+        weight = nn.Parameter(torch.ones(_PROBED, dtype=dtype, device=device))
+        probe = kind([weight], lr=2.0**-2, fused=fused, foreach=False, **options)
+        for _ in range(2):
+            weight.grad = torch.full_like(weight, 0.5)
+            inspect.unwrap(kind.step)(probe)  # without the hooks that see every optimizer's step
+        moves.append(weight.detach().float() - 1)
+    by_fused, by_plain = moves
+    return int((~((by_fused - by_plain).abs() <= by_plain.abs() / 2)).sum())
 
 
 def held(optimizer: torch.optim.Optimizer, p: Tensor) -> tuple[Tensor, ...]:

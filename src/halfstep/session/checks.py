@@ -28,7 +28,9 @@ from halfstep.errors import (
 )
 from halfstep.names import named_parameters
 from halfstep.numerics.uncast import zero_epsilons
-from halfstep.policy.levels import Level
+from halfstep.optim.loading import HasMasters
+from halfstep.optim.masters import weight_of
+from halfstep.policy.levels import LOW_DTYPES, Level
 from halfstep.policy.policy import Policy
 from halfstep.scaling.loss_scale import LossScale, NoLossScale, StaticLossScale
 from halfstep.session.precision import Precision
@@ -113,6 +115,29 @@ def check_parameters(models: Sequence[nn.Module], optimizers: Sequence[torch.opt
                 "after sharding it (fully_shard and tensor parallel replace parameters). To add a layer "
                 "amp.revert(), add it to the model and to the optimizer, and prepare again"
             )
+
+
+def check_sharing(
+    models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], masters: bool
+) -> None:
+    """Raise ConfigError where two optimizers would each keep an fp32 master of one 16-bit weight.
+
+    `masters`: torch's optimizers have them. An update of one optimizer moves its own master, which the other
+    takes for the weight only where it changes the 16 bits.
+    """
+    holders: dict[Tensor, str] = {}
+    for index, optimizer in enumerate(optimizers if len(optimizers) > 1 else ()):
+        own, mine = isinstance(optimizer, HasMasters), f"optimizer {index} ({type(optimizer).__name__})"
+        for group in optimizer.param_groups:
+            keeps = group["master"] in ("exact", "fp32") if own else masters
+            low = (w for w in map(weight_of, group["params"]) if w.dtype in LOW_DTYPES)
+            for weight in low if keeps else ():
+                if (other := holders.setdefault(weight, mine)) != mine:
+                    raise ConfigError(
+                        f"parameter {name_of(models, weight)!r} is in {other} and in {mine}, and each would "
+                        "keep an fp32 master of it, in which the updates of the other are lost: leave it in "
+                        "one of them, or prepare at O1, where weights are fp32"
+                    )
 
 
 def indices_of(

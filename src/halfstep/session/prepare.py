@@ -29,7 +29,7 @@ from halfstep.policy.levels import Level, dtype_of, level_of
 from halfstep.policy.plan import Plan
 from halfstep.policy.policy import Policy
 from halfstep.scaling.loss_scale import LossScale
-from halfstep.session.checks import check_parameters, skips_of
+from halfstep.session.checks import check_parameters, check_sharing, skips_of
 from halfstep.session.precision import Precision, lower
 from halfstep.session.preparation import fit_states
 from halfstep.session.ranks import check_groups
@@ -141,6 +141,7 @@ def apply_precision(
         torchs = {p for o in optimizers if not isinstance(o, HasMasters) for p in parameters_of(o)}
         own = precision.masters and not torchs.isdisjoint(model.parameters())  # fp32 shards are masters then
         conversions += [convert(model, level, compute, plan=plan, keep_originals=held, keep_shards=own)]
+    check_sharing(models, optimizers, precision.masters)
     originals = {p: value for c in conversions for p, value in c.originals.items()}
     for index, optimizer in enumerate(optimizers if precision.masters else ()):
         if isinstance(optimizer, HasMasters):

@@ -20,21 +20,25 @@ from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import reduce
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
+from halfstep.distributed import local_of
 from halfstep.errors import CheckpointError, ScalerStateError
 from halfstep.gradients.stats import AnyStats, found_inf_of
+from halfstep.optim.masters import weight_of
 from halfstep.scaling.loss_scale import LossScale, NoLossScale
 from halfstep.scaling.skips import SkipCount
 from halfstep.session.checks import check_gradients
-from halfstep.session.steppers import Stepper
+from halfstep.session.steppers import Stepper, weights_of
 from halfstep.torch_private import foreach_mul_
 from halfstep.trees import all_finite
 
 Flag = bool | Tensor
+Sizes = tuple[int, ...]
+"""How many parameters each group of an optimizer has."""
 
 
 class Loss(NamedTuple):
@@ -70,6 +74,10 @@ class StepState(NamedTuple):
     """What was said once."""
     mixed: frozenset[int] = frozenset()
     """Optimizers whose gradients are added to those that another one's loss left, as in a GAN."""
+    scales_used: tuple[LossScale, ...] = ()
+    """The scales of the first and of the latest backward: what gradients outside the optimizers carry."""
+    sizes: tuple[Sizes, ...] = ()
+    """Of each optimizer, as far as its parameters are known."""
 
     @property
     def needs_amax(self) -> bool:
@@ -97,7 +105,8 @@ class StepState(NamedTuple):
             if not one.settled:
                 loss = loss._replace(found=either(loss.found, one.found), amax=_larger(loss.amax, one.amax))
         carried = tuple(scale if i in those else old for i, old in enumerate(self.carried))
-        return self._replace(carried=carried, losses=(*rest, loss))
+        used = (*self.scales_used[:1], scale)
+        return self._replace(carried=carried, losses=(*rest, loss), scales_used=used)
 
     def stepped(
         self, index: int, losses: Sequence[Loss], left: LossScale | None, measured: AnyStats
@@ -125,7 +134,8 @@ class StepState(NamedTuple):
 
     def emptied(self) -> StepState:
         """The state in which no optimizer has gradients of ours."""
-        return self._replace(carried=(None,) * len(self.carried), losses=(), mixed=frozenset())
+        none = (None,) * len(self.carried)
+        return self._replace(carried=none, losses=(), mixed=frozenset(), scales_used=())
 
     def saved(self) -> dict[str, Any]:
         """As plain values; gradients are not part of it."""
@@ -155,6 +165,58 @@ class StepState(NamedTuple):
         return self.emptied()._replace(loss_scales=scales, skips=skips, steps=steps)
 
 
+# ---- parameters that an optimizer is given later --------------------------------------------------------
+
+
+def sizes_of(optimizer: torch.optim.Optimizer) -> Sizes:
+    """How many parameters each of its groups has."""
+    return tuple(len(group["params"]) for group in optimizer.param_groups)
+
+
+def added_weights(optimizer: torch.optim.Optimizer, before: Sizes) -> list[Tensor]:
+    """The weights behind the first `before` parameters of each group."""
+    known = (*before, *(0 for _ in optimizer.param_groups))
+    return [weight_of(p) for n, group in zip(known, optimizer.param_groups) for p in group["params"][n:]]
+
+
+def with_added(
+    state: StepState, optimizer: torch.optim.Optimizer, index: int, name: Callable[[Tensor], str]
+) -> StepState:
+    """Bring the gradients of weights that optimizer `index` was given since to what its others carry.
+
+    Backward gives gradients to weights that are in no optimizer as well; they add up there, and carry the
+    scale of every backward so far, where that was one. ScalerStateError where it was not; gradients that hold
+    inf or NaN are left to the step, which is skipped.
+    """
+    sizes = sizes_of(optimizer)
+    added, used = added_weights(optimizer, state.sizes[index]), state.scales_used
+    weights = [w for w in added if w.grad is not None and bool(local_of(w.grad).any())]
+    gradients = [cast(Tensor, w.grad) for w in weights]
+    several = len(state.loss_scales) > 1 or (bool(used) and used[0].read() != used[-1].read())
+    if several and weights and all_finite(gradients):
+        raise ScalerStateError(
+            f"parameter {name(weights[0])!r} was added to optimizer {index} ({type(optimizer).__name__}) "
+            "with a gradient that backward passes of several loss scales have added up: set its grad to None "
+            "before the first backward pass that it is to train by"
+        )
+    state = state._replace(sizes=(*state.sizes[:index], sizes, *state.sizes[index + 1 :]))
+    carried = state.carried[index]
+    if weights and used and carried is None:
+        return state.carrying(index, used[-1])
+    if weights and used and carried is not None and carried is not used[-1]:
+        for w, gradient in zip(weights, gradients):
+            w.grad_dtype = None  # any: torch otherwise wants the weight's own
+            w.grad = gradient.float()
+        rescale([cast(Tensor, w.grad) for w in weights], used[-1], carried)
+    return state
+
+
+def rescale(gradients: Sequence[Tensor], old: LossScale, new: LossScale) -> None:
+    """Multiply gradients that carry `old`, in place, so that they carry `new`."""
+    home = gradients[0].device
+    foreach_mul_(gradients, new.tensor(home) * old.inverse(home))
+
+
 # ---- backward -------------------------------------------------------------------------------------------
 
 
@@ -165,9 +227,7 @@ def opened(state: StepState, steppers: Sequence[Stepper], indices: Collection[in
         old = state.carried[index]
         gradients = steppers[index].gradients() if old is not None and old is not new else []
         if old is not None and gradients:
-            home = gradients[0].device
-            factor = new.tensor(home) * old.inverse(home)
-            foreach_mul_(gradients, factor)
+            rescale(gradients, old, new)
     return state.backward(indices, number)
 
 
@@ -230,6 +290,30 @@ def unscaled(state: StepState, stepper: Stepper, index: int, device: torch.devic
         for one in state.losses
     ]
     return state._replace(losses=tuple(losses)).carrying(index, NoLossScale())
+
+
+def check_unscaling(
+    state: StepState,
+    optimizers: Sequence[torch.optim.Optimizer],
+    index: int,
+    name: Callable[[Tensor], str],
+) -> None:
+    """Raise ScalerStateError where gradients of `index` that lie unscaled are also another optimizer's.
+
+    That one would divide its loss scale out of them once more.
+    """
+    scaled = [n for n, scale in enumerate(state.carried) if not isinstance(scale, NoLossScale | None)]
+    if index not in scaled or len(scaled) == 1:
+        return
+    mine = {w for w in weights_of(optimizers[index]) if w.grad is not None}
+    for other in scaled:
+        shared = mine.intersection(weights_of(optimizers[other])) if other != index else ()
+        for weight in shared:
+            raise ScalerStateError(
+                f"parameter {name(weight)!r} is in optimizers {index} and {other}, and each would divide the "
+                "loss scale out of its gradient: step with zero_grad=True and without unscale(), or leave it "
+                "in one of them"
+            )
 
 
 def settle(

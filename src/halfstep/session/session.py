@@ -33,6 +33,7 @@ from halfstep.numerics.replayable import Replayable
 from halfstep.numerics.uncast import casts_weights, no_region, ran_wide, weights_fault
 from halfstep.optim.release import PARTLY
 from halfstep.optim.replicas import tell_of_wraps
+from halfstep.optim.resolution import find_idle_steps
 from halfstep.policy.levels import LOW_DTYPES
 from halfstep.scaling.loss_scale import LossScale, NoLossScale
 from halfstep.scaling.skips import SkipCount
@@ -45,10 +46,12 @@ from halfstep.session.checks import (
     Report,
     check_loss_id,
     check_scheduler,
+    check_sharing,
     check_state,
     holds_values,
     index_of,
     indices_of,
+    name_of,
     no_optimizer,
     one_loss,
     refuse_direct_steps,
@@ -59,6 +62,7 @@ from halfstep.session.round import (
     Loss,
     StepState,
     carried_value,
+    check_unscaling,
     finite_of,
     inverse,
     losses_to_step,
@@ -66,7 +70,9 @@ from halfstep.session.round import (
     opened,
     set_aside,
     settle,
+    sizes_of,
     unscaled,
+    with_added,
 )
 from halfstep.session.setup import Setup
 from halfstep.session.steppers import OnePassStepper, Stepper, steppers_of, weights_of
@@ -103,7 +109,8 @@ class Session(Setup):
     ) -> None:
         super().__init__(*prepared)
         skips, carried = SkipCount(limit=max_skips), (None,) * len(self.optimizers)
-        self.state = StepState(self.precision.scales, skips, carried)
+        sizes = tuple(map(sizes_of, self.optimizers))
+        self.state = StepState(self.precision.scales, skips, carried, sizes=sizes)
         self.history: deque[Outcome] = deque(maxlen=HISTORY)
         self.listeners: list[Listener] = []
         self.early_listeners: list[EarlyListener] = []
@@ -226,6 +233,7 @@ class Session(Setup):
         optimizers = self.optimizers
         if self._ranks.asks:
             self._ranks.check()
+        self._take_added()
         indices = indices_of(optimizers, optimizer)
         mixed = mixing(self.state, indices, loss_id)
         if self._first:
@@ -264,7 +272,15 @@ class Session(Setup):
 
     def _unscale(self, indices: Sequence[int]) -> None:
         for index in indices:
+            check_unscaling(self.state, self.optimizers, index, partial(name_of, self.models))
             self.state = unscaled(self.state, self._steppers[index], index, self.device)
+
+    def _take_added(self) -> None:
+        """Look at parameters that an optimizer was given by `add_param_group` since the last call."""
+        for index, optimizer in enumerate(self.optimizers):
+            if sizes_of(optimizer) != self.state.sizes[index]:
+                check_sharing(self.models, self.optimizers, self.precision.masters)
+                self.state = with_added(self.state, optimizer, index, partial(name_of, self.models))
 
     def _note_leftovers(self, indices: Sequence[int]) -> None:
         """Before a backward: note whose gradients it adds to those of another loss, until one was cleared."""
@@ -294,6 +310,7 @@ class Session(Setup):
         """
         refuse_capture(self.device, "amp.unscale()")
         index = index_of(self.optimizers, optimizer)
+        self._take_added()
         losses_to_step(self.state, self._steppers[index], index)
         if not isinstance(self.state.carried[index], NoLossScale) or self._steppers[index].releases:
             self._unscale([index])
@@ -306,6 +323,7 @@ class Session(Setup):
         shards every rank must call it. Raises as `step` does where there are no gradients.
         """
         index = index_of(self.optimizers, optimizer)
+        self._take_added()
         losses_to_step(self.state, self._steppers[index], index)
         carried = self.state.carried[index] or NoLossScale()
         inv_scale = None if isinstance(carried, NoLossScale) else carried.inverse(self.device)
@@ -343,8 +361,11 @@ class Session(Setup):
         check_scheduler(scheduler)
         if self._ranks.asks:
             self._ranks.check_step(self.optimizers[index])
+        self._take_added()
         stepper = self._steppers[index]
         losses = losses_to_step(self.state, stepper, index)
+        if not zero_grad and not isinstance(stepper, OnePassStepper):
+            check_unscaling(self.state, self.optimizers, index, partial(name_of, self.models))
         carried, enabled = self.state.carried[index] or NoLossScale(), torch.is_grad_enabled()
         try:
             if self._preparation.handles:  # its own step is none that they refuse
@@ -387,10 +408,11 @@ class Session(Setup):
                 warnings.warn(said, HalfstepWarning, stacklevel=3)
 
     def _first_step(self) -> None:
-        """Warn where the level says 16 bits and none were computed in, or weights are not its own."""
+        """Warn where steps move no weight, no op ran in the level's 16 bits, or weights are not its own."""
         self._first = False
         weights = (p for model in self.models for p in model.parameters())
-        fault = weights_fault(self.level, self.policy, self.optimizers, weights)
+        fault = next((row[1:] for row in find_idle_steps(self.optimizers)), None)
+        fault = fault or weights_fault(self.level, self.policy, self.optimizers, weights)
         if fault is None and self._wide and not self._off and casts_weights(self.level, self.policy):
             fault = no_region(self.policy)
         if fault is not None:
