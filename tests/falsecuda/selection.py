@@ -30,9 +30,6 @@ GROUPS: dict[str, tuple[str, ...]] = {
 }
 """Files of a group, a process each."""
 
-PAGES = ("README.md", "docs")
-"""Every Python block of the pages, in order, with its tensors on the device."""
-
 _LATER = "it expects in the step what a GPU tells a step later"
 _SPARSE = "the device has no sparse tensors"
 _CPU = "it names the CPU"

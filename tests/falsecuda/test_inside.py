@@ -42,15 +42,3 @@ def test_what_is_written_for_the_device():
 @pytest.mark.parametrize("group", list(selection.GROUPS))
 def test_ordinary_tests_pass_with_their_tensors_on_the_device(group: str):
     run("--default-device", "cuda", "-m", "not exhaustive and not long", *selection.GROUPS[group])
-
-
-@pytest.mark.long
-@pytest.mark.skipif(bool(NO_DEVICE), reason=NO_DEVICE)
-def test_the_pages_run_with_their_tensors_on_the_device():
-    run("--default-device", "cuda", *selection.PAGES)
-
-
-@pytest.mark.long
-@pytest.mark.skipif(bool(NO_DEVICE), reason=NO_DEVICE)
-def test_more_of_what_is_written_for_the_device():
-    run("tests/falsecuda/inside", "-m", "long and not exhaustive")

@@ -1,7 +1,6 @@
 """The command line on the device, as a person starts it."""
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -24,10 +23,3 @@ def test_doctor_finds_a_healthy_recipe_healthy(capsys: pytest.CaptureFixture[str
 def test_devices_finds_each_op_as_its_rule_says(capsys: pytest.CaptureFixture[str]):
     assert cli.main(("devices", "--dtype", "bf16")) == 0
     assert " 0 differ" in (said := capsys.readouterr().out) or "differs" not in said
-
-
-@pytest.mark.long
-def test_tune_writes_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    plan = tmp_path / "plan.toml"
-    assert cli.main(("tune", "digits-mlp", "--device", "cuda", "--out", str(plan))) == 0
-    assert plan.exists()
