@@ -66,8 +66,8 @@ bench: .venv/dev.stamp  ## side by side with peers; writes benchmarks/results/<m
 paper: .venv/demo.stamp  ## re-create the 2018 paper's phenomena; writes paper.html
 	OMP_NUM_THREADS=1 $(BIN)/python -m papers.mixed_precision_training_2018.run --out paper.html
 
-gpu:  ## GPU tests and benchmarks in ten minutes, nothing installed; OUT=folder (else benchmarks/results/<machine>)
-	@PYTHONPATH=src$(if $(PYTHONPATH),:$(PYTHONPATH)) OMP_NUM_THREADS=1 $(PY) benchmarks/gpu.py $(if $(OUT),--out $(OUT))
+gpu:  ## GPU tests and benchmarks in ten minutes, nothing installed; OUT=folder MINUTES=9.5 PARTS="facts smoke"; benchmarks/gpu.py says more
+	@PYTHONPATH=src$(if $(PYTHONPATH),:$(PYTHONPATH)) OMP_NUM_THREADS=1 $(PY) benchmarks/gpu.py $(if $(OUT),--out $(OUT)) $(if $(MINUTES),--minutes $(MINUTES)) $(PARTS)
 
 soak: .venv/dev.stamp  ## random infs, saves, kills, resumes on 1, 2 and 4 ranks, bit-identical at the end; MINUTES=5
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.soak --minutes $(or $(MINUTES),5)

@@ -7,7 +7,7 @@ import dataclasses
 import inspect
 import math
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -93,6 +93,23 @@ def dense_values(t: Tensor) -> Tensor:
 def home_device(tensors: list[Tensor]) -> torch.device:
     """Return where scalars of these tensors meet: the first accelerator, so that no copy waits."""
     return next((t.device for t in tensors if t.device.type != "cpu"), tensors[0].device)
+
+
+def compute_device(parameters: Iterable[Tensor]) -> torch.device:
+    """Return where a model with these parameters computes: the first accelerator, else the CPU.
+
+    Of a shard it is the device of its mesh, also while the shard itself waits on the host. Without an
+    accelerator it is the first parameter's device, which may be "meta".
+    """
+    first = None
+    for p in parameters:
+        kind = p.device.type
+        if type(p) is not torch.nn.Parameter and (mesh := getattr(p, "device_mesh", None)) is not None:
+            kind = mesh.device_type
+        if kind not in ("cpu", "meta"):
+            return p.device if kind == p.device.type else torch.device(kind)
+        first = p.device if first is None else first
+    return torch.device("cpu") if first is None else first
 
 
 def gathered(scalars: Sequence[Tensor], home: torch.device) -> Tensor:

@@ -1,6 +1,12 @@
 """A GPU computes what a CPU does, also with a part of the program on the host or a default device."""
 
+import gc
+import itertools
+import os
+import warnings
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -10,9 +16,15 @@ from torch.nn import functional as F
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import halfstep as hs
+from halfstep.cli._tune_script import run_script
+from halfstep.compat.apex import amp
 from halfstep.distributed import all_ranks
+from halfstep.doctor.process import run_in_process
+from halfstep.numerics.replayable import Replayable
 from halfstep.trainer import Trainer
+from halfstep.tuning.choices import LevelChoice
 from tests.gpu.machine import DEVICE, Machine
+from tests.session.test_lifetime import alive, train
 
 CPU = torch.device("cpu")
 
@@ -173,3 +185,263 @@ def test_a_trainer_over_ranks_is_not_stopped(gpu: Machine, group_of_the_device):
     )
     history = trainer.fit([(x, y)] * 6, steps=6)
     assert (len(history.losses), history.stopped) == (6, "")
+
+
+# ---- a device is asked, not remembered -------------------------------------------------------------------
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 4))
+
+
+KINDS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "torch": torch.optim.AdamW,
+    "fused": lambda params, **options: torch.optim.AdamW(params, fused=True, **options),
+    "ours": hs.optim.AdamW,
+    "8-bit": lambda params, **options: hs.optim.AdamW(params, state_dtype="8bit", **options),
+}
+
+
+def steps_of(amp: hs.Session, model: nn.Module, device: torch.device, count: int) -> list[float]:
+    x, y = (t.to(device) for t in numbers())
+    losses: list[float] = []
+    for _ in range(count):
+        with amp.autocast():
+            out = model(x)
+            loss = F.cross_entropy(out.float(), y)
+        amp.backward(loss)
+        assert amp.step().taken
+        losses.append(loss.item())
+    return losses
+
+
+#: Levels, optimizers and steps before the move of every day.
+MOVES = {
+    *(("O1 bf16", "torch", 2), ("O1 fp16", "ours", 0), ("O1 fp16", "fused", 2), ("O2 bf16", "torch", 0)),
+    *(("O2 bf16", "fused", 2), ("O2 bf16", "ours", 2), ("O3 bf16", "torch", 2), ("O3 bf16", "ours", 0)),
+}
+
+
+def moves() -> list[Any]:
+    levels = ["O1 bf16", "O1 fp16", "O2 bf16", "O3 bf16"]
+    cases = itertools.product(levels, KINDS, (0, 2))
+    return [pytest.param(*case, marks=() if case in MOVES else pytest.mark.exhaustive) for case in cases]
+
+
+@pytest.mark.parametrize(("level", "kind", "moved_after"), moves())
+def test_a_model_moves_after_prepare(gpu: Machine, level, kind, moved_after):
+    level, dtype = level.split()
+
+    def run(first: torch.device, second: torch.device) -> list[float]:
+        model = net().to(first)
+        amp = hs.prepare(
+            model, KINDS[kind](model.parameters(), lr=1e-2), level, dtype=dtype, kernels="native"
+        )
+        losses = steps_of(amp, model, first, moved_after)
+        model.to(second)
+        if moved_after and kind in ("torch", "fused") and first != second:  # the norm's, which have no master
+            with pytest.raises(hs.ConfigError, match=r"moved to .*load_state_dict"):
+                amp.autocast()
+            amp.optimizers[0].load_state_dict(amp.optimizers[0].state_dict())
+        losses += steps_of(amp, model, second, 3)
+        assert amp.device.type == second.type
+        amp.revert()
+        assert {p.dtype for p in model.parameters()} == {torch.float32}
+        return losses
+
+    expected = run(CPU, CPU)
+    assert expected[-1] < expected[0]
+    assert run(CPU, DEVICE) == pytest.approx(expected, rel=2e-2)
+    assert run(DEVICE, CPU) == pytest.approx(expected, rel=2e-2)
+
+
+def test_ops_are_cast_where_the_model_was_moved(gpu: Machine):
+    model, seen = net(), list[torch.dtype]()
+    amp = hs.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), dtype="bf16", kernels="native")
+    model.to(DEVICE)
+    model[0].register_forward_hook(lambda module, args, out: seen.append(out.dtype))
+    steps_of(amp, model, DEVICE, 1)
+    assert seen == [torch.bfloat16]
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_the_first_parameter_is_on_the_host(gpu: Machine, dtype):
+    def run(device: torch.device) -> list[float]:
+        torch.manual_seed(0)
+        table, body = nn.Embedding(10, 16), nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 4))
+        model, seen, losses = nn.ModuleList([table, body.to(device)]), list[torch.dtype](), list[float]()
+        optimizer = hs.optim.SGD(model.parameters(), lr=0.1)
+        amp = hs.prepare(model, optimizer, dtype=dtype, loss_scale=64.0, kernels="native")
+        body[0].register_forward_hook(lambda module, args, out: seen.append(out.dtype))
+        target = torch.zeros(10, dtype=torch.long, device=device)
+        for micro in range(4):
+            with amp.autocast():
+                loss = F.cross_entropy(body(table(torch.arange(10)).to(device)).float(), target)
+            amp.backward(loss)
+            if micro % 2:
+                assert amp.step().taken
+            else:
+                amp.loss_scale = hs.StaticLossScale(32.0)  # gradients on both devices are brought to it
+            losses.append(loss.item())
+        assert amp.device.type == device.type
+        assert set(seen) == {getattr(torch, {"bf16": "bfloat16", "fp16": "float16"}[dtype])}
+        return losses
+
+    on_both(run)
+
+
+def test_apex_moves_after_initialize(gpu: Machine):
+    def run(device: torch.device) -> list[float]:
+        model, losses, (x, y) = net(), list[float](), numbers()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0, loss_scale=128.0)
+        try:
+            model.to(device)
+            for _ in range(3):
+                optimizer.zero_grad()
+                out = model(x.to(device))
+                loss = F.cross_entropy(out.float(), y.to(device))
+                with amp.scale_loss(loss, optimizer) as scaled:
+                    scaled.backward()
+                optimizer.step()
+                losses.append(loss.item())
+        finally:
+            amp.shutdown()
+        return losses
+
+    on_both(run)
+
+
+def test_apex_names_the_order_at_o1(gpu: Machine):
+    if DEVICE.type == "cpu":
+        pytest.skip("needs a second device")
+    model = net()
+    amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O1", verbosity=0)
+    try:
+        model.to(DEVICE)
+        with pytest.raises(RuntimeError, match="move the model first"):
+            model(numbers()[0].to(DEVICE))
+    finally:
+        amp.shutdown()
+
+
+@pytest.mark.parametrize("orthogonal_map", ["matrix_exp", "cayley", "householder"])
+@pytest.mark.parametrize("level", ["O1 fp16", "O2 bf16", "O2 fp16", "O3 bf16"])
+def test_orthogonal_weights(gpu: Machine, level, orthogonal_map):
+    """torch has no LU and QR in 16 bits, and its matrix exponential gives gradients of NaN in them."""
+
+    def run(device: torch.device, level: str, dtype: str | None = None) -> list[float]:
+        model, losses, (x, y) = net().to(device), list[float](), numbers()
+        nn.utils.parametrizations.orthogonal(model[3], orthogonal_map=orthogonal_map)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        amp = hs.prepare(model, optimizer, level, dtype=dtype, kernels="native")
+        for _ in range(3):
+            with amp.autocast():
+                loss = F.cross_entropy(model(x.to(device)).float(), y.to(device))
+            amp.backward(loss)
+            amp.step()
+            losses.append(loss.item())
+        weight = model[3].weight.detach().float()  # outside of a region too
+        return [*losses, float((weight @ weight.T - torch.eye(4, device=device)).abs().max())]
+
+    expected = run(CPU, "O0")
+    assert run(DEVICE, *level.split()) == pytest.approx(expected, rel=0.05, abs=0.02)
+
+
+def test_a_matrix_exponential_of_16_bits_has_gradients(gpu: Machine):
+    x = torch.linspace(-0.3, 0.3, 64, device=DEVICE).reshape(8, 8).bfloat16().requires_grad_()
+    for function in (torch.matrix_exp, torch.linalg.matrix_exp):
+        with hs.autocast(DEVICE.type, "bf16"):
+            out = function(x)
+        out.float().square().sum().backward()
+        assert out.dtype == torch.float32
+        assert bool(x.grad.isfinite().all())
+
+
+# ---- device tensors stay in their process ----------------------------------------------------------------
+
+
+def test_what_a_process_sends_is_on_the_host(gpu: Machine):
+    found, said = run_in_process(partial(torch.full, (3,), 2.0, device=DEVICE), os.environ)
+    assert said == ""
+    assert (found.device, found.tolist()) == (CPU, [2.0] * 3)
+
+
+SCRIPT = """
+import torch
+from torch import nn
+import halfstep as hs
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4)).to("DEVICE")
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+amp = hs.prepare(model, optimizer)
+x = torch.randn(8, 16).to("DEVICE")
+for _ in range(20):
+    with amp.autocast():
+        loss = model(x).float().square().mean()
+    amp.backward(loss)
+    amp.step()
+"""
+
+
+@pytest.mark.long
+def test_a_run_of_tune_brings_gradients_of_the_host(gpu: Machine, tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT.replace("DEVICE", DEVICE.type))
+    run = run_script(path, (), LevelChoice("O1", "bf16"), 60)
+    assert run.trial.failed is None
+    assert {gradient.device for gradient in run.first.gradients.values()} == {CPU}
+    assert len(run.first.gradients) == 4
+
+
+# ---- a replay from the weights of before ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, hs.optim.SGD])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_replay_names_the_op_and_not_its_weights(gpu: Machine, level, kind):
+    """The update of a step that is taken whatever its gradients hold has spoiled the weights by then."""
+
+    def run(device: torch.device) -> list[tuple[int, str, str, str]]:
+        torch.manual_seed(0)
+        model, x = nn.Linear(16, 4).to(device), numbers()[0].to(device)
+        session = hs.prepare(model, kind(model.parameters(), lr=0.1), level, dtype="bf16", kernels="native")
+        replay = Replayable(session, warn=False)
+
+        def step(x: Tensor, divisor: Tensor) -> Tensor:
+            with session.autocast():
+                loss = (model(x) / divisor).float().mean()
+            session.backward(loss)
+            session.step()
+            return loss.detach()
+
+        for number in range(3):
+            replay.run(step, x, torch.full((), float(number != 2), device=device))
+        assert replay.last is not None  # of the step that was just made
+        assert not all(p.isfinite().all() for p in model.parameters())  # as without a replay
+        return [(n, t.bad.phase, t.bad.op, t.bad.cause.text) for n, t in replay.traces]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", hs.HalfstepWarning)
+        expected = run(CPU)
+        assert [found[2] for found in expected] == ["div"]
+        assert run(DEVICE) == expected
+
+
+# ---- nothing keeps a model alive --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("level", "kind"),
+    [("O1 fp16", "torch"), ("O2 bf16", "torch"), ("O2 bf16", "releases"), ("O3 bf16", "ours")],
+)
+def test_device_memory_is_free_without_the_collector(gpu: Machine, level, kind):
+    """The latest outcomes of a device are not read yet, and refer to their session weakly."""
+    torch.optim.AdamW(nn.Linear(1, 1).parameters()).step()
+    gc.collect()
+    gc.disable()
+    try:
+        assert alive(train(level, kind, DEVICE)) == {}
+    finally:
+        gc.enable()

@@ -218,3 +218,47 @@ def test_a_model_alone_stays_the_host_s():
     loss = model(torch.ones(1, 6)).sum()
     accelerator.backward(loss)
     assert accelerator.clip_grad_norm_(model.parameters(), 1.0) > 0
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_two_networks_clip_one_at_a_time(kind, level, dtype):
+    """Only one has gradients at first, later the other keeps those it has stepped on."""
+    noise = [torch.randn(16, 4, generator=torch.Generator().manual_seed(i)) for i in range(4)]
+
+    def networks():
+        torch.manual_seed(0)
+        return nn.Linear(8, 1), nn.Linear(4, 8)
+
+    def losses(judge, maker, z):
+        yield (
+            lambda: (
+                judge(maker(z).detach()).float().square().mean() + (judge(z.repeat(1, 2)) - 1).square().mean()
+            )
+        )
+        yield lambda: (judge(maker(z)).float() - 1).square().mean()
+
+    nets = networks()
+    optimizers = [OPTIMIZERS[kind](net.parameters()) for net in nets]
+    accelerator = Accelerator(cpu=True, level=level, dtype=dtype)
+    judge, first, maker, second = accelerator.prepare(nets[0], optimizers[0], nets[1], optimizers[1])
+    norms = []
+    for z in noise:
+        for loss, net, optimizer in zip(losses(judge, maker, z), (judge, maker), (first, second)):
+            optimizer.zero_grad()
+            accelerator.backward(loss())
+            norms.append(float(accelerator.clip_grad_norm_(net.parameters(), 0.1)))
+            optimizer.step()
+            assert optimizer.outcome.taken
+
+    judge, maker = plain = networks()
+    expected = []
+    optimizers = [OPTIMIZERS[kind](net.parameters()) for net in plain]
+    for z in noise:
+        for loss, net, optimizer in zip(losses(judge, maker, z), plain, optimizers):
+            optimizer.zero_grad()
+            loss().backward()
+            expected.append(float(nn.utils.clip_grad_norm_(net.parameters(), 0.1)))
+            optimizer.step()
+    assert norms == pytest.approx(expected, rel=0.05)

@@ -3,7 +3,6 @@
 Each run is a process of its own: Triton reads TRITON_INTERPRET when it is imported.
 """
 
-import json
 import os
 import subprocess
 import sys
@@ -87,61 +86,6 @@ def test_more_of_the_kernels_on_a_cpu():
 @pytest.mark.exhaustive
 def test_every_combination_on_a_cpu():
     on_a_cpu(KERNELS, "-m", "exhaustive")
-
-
-def script(*command: str, **more: str) -> subprocess.CompletedProcess[str]:
-    """A command of the project's folder with the Python of a bare machine."""
-    path = os.pathsep.join(map(str, (BARE, SOURCE)))
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path} | more
-    return subprocess.run(command, capture_output=True, text=True, timeout=560, env=env, cwd=ROOT)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_make_gpu_without_a_gpu_ends_at_once_with_9_and_one_line(tmp_path: Path):
-    done = script("make", "gpu", f"PY={sys.executable}", f"OUT={tmp_path}")
-    assert "Error 9" in done.stderr
-    said = [line for line in (done.stdout + done.stderr).splitlines() if not line.startswith("make")]
-    assert said == ["nothing was tested or measured: torch sees no CUDA device here"]
-    assert list(tmp_path.iterdir()) == []
-
-
-@needs_triton
-@pytest.mark.long
-def test_every_part_of_make_gpu_writes_its_file(tmp_path: Path):
-    parts = ("bits", "tests", "copy", "optimizers", "training", "regions")
-    command = (sys.executable, "benchmarks/gpu.py", "--rehearse", "--out", str(tmp_path), *parts)
-    done = script(*command)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
-    for part in parts:
-        found = json.loads((tmp_path / f"gpu_{part}.json").read_text())
-        assert found["complete"]
-        assert found["rows"]
-        assert "rehearsal" in found["machine"]["gpu"]
-
-
-@pytest.mark.long
-def test_a_red_test_does_not_skip_the_benchmarks(tmp_path: Path):
-    command = (sys.executable, "benchmarks/gpu.py", "--rehearse", "--out", str(tmp_path), "tests", "copy")
-    done = script(*command, PYTEST_ADDOPTS="-k no_test_of_this_name")
-    assert done.returncode == 1
-    assert "tests/gpu/test_numerics.py" in done.stdout.splitlines()[-1]
-    assert json.loads((tmp_path / "gpu_copy.json").read_text())["complete"]
-
-
-def test_where_no_time_is_left_the_file_says_so(tmp_path: Path):
-    command = (
-        sys.executable,
-        "benchmarks/gpu.py",
-        "--rehearse",
-        "--out",
-        str(tmp_path),
-        "--minutes",
-        "0",
-        "copy",
-    )
-    assert script(*command).returncode == 0
-    found = json.loads((tmp_path / "gpu_copy.json").read_text())
-    assert (found["complete"], found["rows"]) == (False, {})
 
 
 def compiled(tmp_path: Path, *arguments: str) -> None:

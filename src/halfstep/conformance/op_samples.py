@@ -134,7 +134,8 @@ _BINARY = (
 _MATRIX_OPS = (
     "cholesky cholesky_inverse inverse pinverse linalg_cond linalg_matrix_rank linalg_cholesky "
     "linalg_svdvals linalg_eigvals linalg_eigvalsh linalg_inv geqrf _lu_with_info qr svd linalg_qr "
-    "linalg_cholesky_ex linalg_svd linalg_eig linalg_eigh linalg_inv_ex linalg_matrix_sqrth trace"
+    "linalg_cholesky_ex linalg_svd linalg_eig linalg_eigh linalg_inv_ex linalg_matrix_sqrth trace "
+    "matrix_exp linalg_matrix_exp"
 )
 _GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 _UPSAMPLES_2D = "upsample_bilinear2d _upsample_bilinear2d_aa upsample_bicubic2d _upsample_bicubic2d_aa"

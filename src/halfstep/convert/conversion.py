@@ -49,6 +49,7 @@ from halfstep.names import fqns, unwrap
 from halfstep.policy.levels import Level, level_of
 from halfstep.policy.ops import Rule
 from halfstep.policy.plan import Plan, PlanRule
+from halfstep.trees import compute_device
 
 _CONVERTED: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 #: Each gives a context in which a model is converted, for who wants to see what that does to it.
@@ -142,6 +143,7 @@ class Conversion:
             low, wide = tensor.data, tensor.data.to(dtype)
             original = self.originals.get(tensor, self.buffers.originals.get(tensor))
             if original is not None and original.shape == low.shape:
+                original = original.to(low.device)  # the model may have been moved since
                 same = original.to(low.dtype) == low
                 wide = torch.where(same, original.to(wide), wide)
             replace_data(tensor, wide)
@@ -195,11 +197,11 @@ def convert(
     """Convert a model in place to a level ("O2"), a plan, or a level with a plan on top; returns the record.
 
     At O2 floating parameters and buffers become `dtype`, those of normalisation layers stay fp32, floating
-    inputs of the model are cast to `dtype` and outputs to fp32. At O3 nothing is spared. O0 and O1 change
-    nothing. A plan says it by module path; a module whose dtype differs from that of the module above gets
-    casts at its edges, except torch's own norms where their kernels mix dtypes. Integer tensors, complex
-    numbers and 8-bit floats are untouched, gradients follow their parameters, modules with `to_float` keep
-    what it asked for.
+    inputs of the model are cast to `dtype` and outputs to fp32. At O3 nothing is spared. At both orthogonal
+    parametrizations compute in fp32, for want of 16-bit kernels. O0 and O1 change nothing. A plan says it by
+    module path; a module whose dtype differs from that of the module above gets casts at its edges, except
+    torch's own norms where their kernels mix dtypes. Integer tensors, complex numbers and 8-bit floats are
+    untouched, gradients follow their parameters, modules with `to_float` keep what it asked for.
 
     Args:
         model: any module, before DDP; a compiled one is looked into.
@@ -246,7 +248,7 @@ def _read(
 ) -> tuple[Level | None, torch.dtype]:
     level, word = (None, None) if isinstance(plan_or_level, Plan) else level_of(plan_or_level)
     given = parse_dtype(dtype) if dtype is not None else word
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    device = compute_device(model.parameters())
     if level is not None and level.compute_role == "full":
         return level, level.check_dtype(given)
     if given is None:

@@ -25,7 +25,7 @@ from halfstep.policy.levels import LOW_DTYPES
 from halfstep.policy.ops import Rule
 from halfstep.policy.policy import Policy
 from halfstep.torch_private import BatchNorm, InstanceNorm, flat_weights, hooks_of, pytree, set_flat_weights
-from halfstep.trees import cast_floats, first_device, is_wide_float
+from halfstep.trees import cast_floats, compute_device, first_device, is_wide_float
 
 
 class Power:
@@ -142,17 +142,17 @@ class Inside(Around):
 
 
 class InRegion(Around):
-    """Runs a module's forward in an autocast region."""
+    """Runs a module's forward in an autocast region of the device that the module is on then."""
 
-    def __init__(self, power: Power, device_type: str, policy: Policy) -> None:
+    def __init__(self, power: Power, policy: Policy) -> None:
         super().__init__(power)
-        self.device_type, self.policy = device_type, policy
+        self.policy = policy
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
         """Forward pre-hook."""
         stack = self.opened()
         if self.power.on:
-            stack.enter_context(autocast(self.device_type, policy=self.policy))
+            stack.enter_context(autocast(compute_device(module.parameters()).type, policy=self.policy))
 
 
 def _region(device_type: str, dtype: torch.dtype) -> autocast:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import io
 import multiprocessing
 import os
 import pickle
@@ -32,6 +33,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy
 import torch
+from torch import Tensor
 
 from halfstep.doctor.document import Document
 from halfstep.doctor.ledger import Ledger
@@ -137,7 +139,7 @@ class Copies:
         if self._held is None or again.from_start:
             return None
         try:
-            self._held[1].send_bytes(pickle.dumps(again))
+            self._held[1].send_bytes(pickled(again))
             return _received(self._held[1], SECONDS + 5)
         except (EOFError, OSError):
             return None
@@ -146,7 +148,7 @@ class Copies:
         """End a copy with its answer; nothing of what it would still do at exit is done. No copy goes on."""
         if self._asker is not None:
             with contextlib.suppress(OSError):
-                self._asker.send_bytes(pickle.dumps(value))
+                self._asker.send_bytes(pickled(value))
             os._exit(0)
 
     def close(self) -> None:
@@ -156,7 +158,7 @@ class Copies:
         child, ours = self._held
         self._held = None
         with contextlib.suppress(OSError):
-            ours.send_bytes(pickle.dumps(None))  # workers that were started since hold this pipe open too
+            ours.send_bytes(pickled(None))  # workers that were started since hold this pipe open too
         ours.close()
         with contextlib.suppress(ChildProcessError):
             os.waitpid(child, 0)
@@ -182,7 +184,7 @@ def _wait_for_orders(end: Connection) -> Again:
             if copy == 0:
                 break
             if os.waitpid(copy, 0)[1]:
-                end.send_bytes(pickle.dumps(None))
+                end.send_bytes(pickled(None))
     except BaseException:
         os._exit(1)
     signal.alarm(SECONDS)  # the default action ends a copy that hangs
@@ -249,6 +251,23 @@ def in_words(error: BaseException, steps: int) -> str:
     return f"{type(error).__name__} after {steps} steps: {said}{where}"
 
 
+class _Pickler(pickle.Pickler):
+    """Writes tensors of a device as copies on the host: who reads them needs no context on the device."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        """What pickle asks of every object."""
+        if isinstance(obj, Tensor) and obj.device.type not in ("cpu", "meta"):
+            return obj.detach().cpu().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        return NotImplemented
+
+
+def pickled(value: Any) -> bytes:
+    """A value as bytes for another process."""
+    out = io.BytesIO()
+    _Pickler(out, pickle.HIGHEST_PROTOCOL).dump(value)
+    return out.getvalue()
+
+
 def carry_out(folder: str, pipe: str = "") -> None:
     """Calls what lies in a folder and leaves there what it gives: what a fresh process does.
 
@@ -257,7 +276,7 @@ def carry_out(folder: str, pipe: str = "") -> None:
     if pipe:
         _end_with(int(pipe))
     run = pickle.loads((Path(folder) / "run").read_bytes())
-    (Path(folder) / "found").write_bytes(pickle.dumps(run()))
+    (Path(folder) / "found").write_bytes(pickled(run()))
 
 
 def can_copy() -> bool:
@@ -292,7 +311,7 @@ def run_in_process(
     ours, theirs = os.pipe()[::-1]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        (folder / "run").write_bytes(pickle.dumps(run))
+        (folder / "run").write_bytes(pickled(run))
         with (folder / "said").open("wb") as errors:
             child: Any
             if forked:

@@ -11,10 +11,11 @@ from collections.abc import Callable
 from typing import Any, TypedDict, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import halfstep as hs
 from halfstep.policy import level_of
+from halfstep.trees import gradients_of
 
 FIRST_SCALE = 1024.0
 """Where a dynamic loss scale starts: 65,536 skips three or four of the first steps of a short run."""
@@ -97,3 +98,19 @@ def run_within(session: hs.Session, model: nn.Module, widen: Callable[[Any], Any
 
     model.register_forward_pre_hook(enter, prepend=True)
     model.register_forward_hook(leave, always_call=True)
+
+
+def has_gradients(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether any of an optimizer's parameters has a gradient."""
+    return bool(gradients_of(optimizer))
+
+
+def clip_now(session: hs.Session, parameters: Any, max_norm: float, norm_type: float) -> Tensor:
+    """Unscale the optimizers that these parameters belong to, and clip their gradients as torch does."""
+    held = [(one, set(gradients_of(one))) for one in session.optimizers]  # first: masters widen gradients
+    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    clipped = {p.grad for p in parameters}
+    for optimizer, gradients in held:
+        if gradients & clipped:
+            session.unscale(optimizer)
+    return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)

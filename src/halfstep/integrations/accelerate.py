@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import halfstep as hs
-from halfstep.integrations import Options, options, prepare, run_within, with_dtype
+from halfstep.integrations import Options, clip_now, has_gradients, options, prepare, run_within, with_dtype
 
 try:
     import accelerate
@@ -97,16 +97,17 @@ class Accelerator(accelerate.Accelerator):
             self.session.backward(loss / self.gradient_accumulation_steps, **kwargs)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Divide the loss scale out of the gradients, of all optimizers where none is given."""
+        """Divide the loss scale out of the gradients; without `optimizer`, of all that have gradients."""
         given = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
-        for one in self._optimizers if optimizer is None else given:
+        for one in filter(has_gradients, self._optimizers) if optimizer is None else given:
             one.session.unscale(one.optimizer)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: int = 2) -> Any:
         """Clip in the coming step, of several optimizers now as the base does; returns the unscaled norm."""
-        session = self.session
-        if session is None or len(session.optimizers) > 1 or norm_type != 2:
+        if (session := self.session) is None:
             return super().clip_grad_norm_(parameters, max_norm, norm_type)
+        if len(session.optimizers) > 1 or norm_type != 2:
+            return clip_now(session, parameters, max_norm, norm_type)
         if not self.sync_gradients:
             return None
         self.clip_norm = float(max_norm) if math.isfinite(max_norm) else None

@@ -21,7 +21,7 @@ from halfstep.numerics.fault import Cause
 from halfstep.numerics.histogram import amax
 from halfstep.numerics.tape import Node, is_finite, key_of, written_by
 from halfstep.torch_private import pytree
-from halfstep.trees import tensors_in
+from halfstep.trees import first_device, tensors_in
 
 _DEPTH = 48
 
@@ -79,7 +79,7 @@ def _wider(tree: Any, dtype: torch.dtype | None) -> Any:
 
 
 def _call(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    device = next((t.device.type for t in tensors_in((args, kwargs))), "cpu")
+    device = first_device((args, kwargs))
     with torch.no_grad(), torch.autocast(device, enabled=False):  # Apex leaves a region open
         out = func(*args, **kwargs)
     return [*tensors_in(out), *written_by(func, args, kwargs)]

@@ -25,6 +25,7 @@ from halfstep.numerics.snapshot import StepParticipants, scale_of
 from halfstep.numerics.tape import CallMode, Node, OpLocation, is_finite, look, op_label
 from halfstep.scaling.loss_scale import NoLossScale
 from halfstep.torch_private import pytree
+from halfstep.trees import compute_device, first_device
 
 _CLIP = "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
 
@@ -134,7 +135,7 @@ def terms_of(parts: StepParticipants, in_region: bool = False) -> Terms:
         found = found if in_region else replace(found, bf16=PLAIN.bf16)
     if found.wide == _TORCH_WIDE and not in_region:
         found = replace(found, wide=PLAIN.wide)
-    device = next((p.device.type for p in parts.parameters()), "cpu")
+    device = compute_device(parts.parameters()).type
     return replace(
         found, **{name: text.replace('"cpu"', f'"{device}"') for name, text in vars(found).items()}
     )
@@ -163,23 +164,19 @@ class AtLocation(CallMode):
         """Calls a function, the one that is meant through `change`."""
         name = getattr(func, "__name__", "")
         if not name.startswith("__get") and op_label(func, name) == self._op:
-            here = look()[1:] if self._where[0] else ("", 0 if torch.is_autocast_enabled(_device()) else -1)
+            in_region = torch.is_autocast_enabled(first_device((args, kwargs)))
+            here = look()[1:] if self._where[0] else ("", 0 if in_region else -1)
             if here == self._where:
                 self.met = True
                 return self._change(func, args, kwargs)
         return func(*args, **kwargs)
 
 
-def _device() -> str:
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return device.type if device is not None else "cpu"
-
-
 def _in_fp32(func: Any, args: Any, kwargs: Any) -> Any:
     def wide(x: Any) -> Any:
         return x.float() if isinstance(x, Tensor) and x.is_floating_point() else x
 
-    with torch.autocast(_device(), enabled=False):
+    with torch.autocast(first_device((args, kwargs)), enabled=False):
         args, kwargs = pytree.tree_map(wide, (args, kwargs))
         return func(*args, **kwargs)
 
@@ -305,7 +302,7 @@ def lift_loss_scale(parts: StepParticipants, stack: ExitStack, bits: float) -> M
         stack.enter_context(with_attributes(session, loss_scale=lifted))
     elif isinstance(scaler, torch.amp.GradScaler):
         # Not by `update`: a script may call that itself before the next step, and it wants a step between.
-        home = next((p.device for p in parts.parameters()), "cpu")
+        home = compute_device(parts.parameters())
         scaler.scale(torch.ones((), device=home))  # makes the tensor of the scale
         stack.enter_context(with_attributes(scaler, _scale=scaler._scale * 2.0**bits))
     else:

@@ -1,7 +1,8 @@
 """Steps that are ready to be traced: run as they are, replayed under the tape only when one goes wrong.
 
 What a step could not get back is kept while it runs: random state, buffers and its batch (by reference).
-Weights are copied only once gradients turn out not to be finite and an update is about to use them.
+Weights are copied only once gradients turn out not to be finite and an update is about to use them: where no
+loss scale skips such an update, an accelerator is waited for once a step, to know.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from halfstep.gradients.per_parameter import amaxes
 from halfstep.numerics.snapshot import Snapshot, StepParticipants
 from halfstep.numerics.tape import is_finite
 from halfstep.numerics.trace import Trace, trace_step
-from halfstep.trees import gradients_of, tensors_in
+from halfstep.trees import compute_device, gradients_of, tensors_in
 
 _SHARDED = (
     "step {}: gradients or the loss are not finite. No op is named: fully_shard frees the weights that it "
@@ -71,7 +72,7 @@ class Replayable:
         limit: int = 3,
         warn: bool = True,
     ) -> None:
-        self.traces: list[tuple[int, Trace]] = []
+        self._traces: list[tuple[int, Trace]] = []
         self.steps = 0
         self._given = [x for x in (session, model, optimizer, *others) if x is not None]
         self._limit, self._warn = limit, warn
@@ -83,14 +84,21 @@ class Replayable:
         self._ran: _Ran | None = None
 
     @property
+    def traces(self) -> list[tuple[int, Trace]]:
+        """Step number and trace of each cause that was found; the last step may be replayed for it now."""
+        self.settle()
+        return self._traces
+
+    @property
     def last(self) -> Trace | None:
         """What the latest replay found."""
-        return self.traces[-1][1] if self.traces else None
+        traces = self.traces
+        return traces[-1][1] if traces else None
 
     def run(self, step: Callable[..., Any], *batch: Any) -> Any:
         """Runs `step(*batch)`; if its gradients or its loss are not finite, replays it under the tape.
 
-        On an accelerator the verdict is read when the next step begins, so that nothing waits in between.
+        On an accelerator the verdict is read when the next step begins, or `last` or `traces` are read.
         `step` must not change its batch, and is called again for the replay.
 
         Raises:
@@ -136,7 +144,7 @@ class Replayable:
         if self._sharded and bad and self._warn and not self._told:
             self._told = True
             warnings.warn(_SHARDED.format(self.steps), HalfstepWarning, stacklevel=3)
-        elif not self._sharded and wanted and self._on_any_rank(len(self.traces) < self._limit):
+        elif not self._sharded and wanted and self._on_any_rank(len(self._traces) < self._limit):
             self._keep(self._replay(ran), self._warn)
 
     def _on_any_rank(self, here: bool) -> bool:
@@ -148,9 +156,9 @@ class Replayable:
     def _keep(self, trace: Trace, tell: bool) -> None:
         """Keeps a trace whose cause is new, with a warning where the user is to be told."""
         bad = trace.bad
-        if bad is None or any(bad.same_as(known.bad) for _, known in self.traces):
+        if bad is None or any(bad.same_as(known.bad) for _, known in self._traces):
             return
-        self.traces.append((self.steps, trace))
+        self._traces.append((self.steps, trace))
         if tell and not bad.harmless and bad.cause.kind != "rank":
             warnings.warn(f"step {self.steps}: {bad.summary()}", HalfstepWarning, stacklevel=4)
 
@@ -166,14 +174,14 @@ class Replayable:
         if self._parts is None or self._step is not step:
             self._parts, self._step = StepParticipants(step, self._given), step
             self._sharded = any(map(is_sharded, self._parts.models))
-            self._device = next((p.device for p in self._parts.parameters()), torch.device("cpu"))
+            self._device = compute_device(self._parts.parameters())
         return self._parts
 
     def _guards(self, parts: StepParticipants, ran: _Ran) -> list[Any]:
-        """Hooks that keep, on a CPU, the weights that an update with a gradient not finite would spoil."""
+        """Hooks that keep the weights that an update with a gradient not finite would spoil."""
 
         def guard(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-            gradients = gradients_of(optimizer) if ran.early is None and self._device.type == "cpu" else []
+            gradients = gradients_of(optimizer) if ran.early is None else []
             if gradients and not math.isfinite(float(amaxes(gradients).max())):
                 ran.early = Snapshot(parts)
 

@@ -117,9 +117,9 @@ def by_reference(
     for run in storage.runs_of(slots):
         parts, counts = [slots[i] for i in run], torch.stack([steps[i] for i in run])
         sizes = [slot.weight.numel() for slot in parts]
-        own = [*_scalars(bundle.algorithm, hyper, counts, on_host)]
-        own += _keys([keys[i] for i in run], counts, sizes) if keys else [0, 0]
-        *scalars, key, first = _per_element(own, sizes)
+        numbers = [*_scalars(bundle.algorithm, hyper, counts, on_host)]
+        numbers += _keys([keys[i] for i in run], counts, sizes) if keys else [0, 0]
+        *scalars, key, first = _per_element(numbers, sizes)
         joined = storage.join(parts)
         values, over = reference.update(
             bundle.algorithm, joined, tuple(scalars), factor, cast(Any, key), cast(Any, first)
@@ -172,12 +172,12 @@ def _keys(keys: Sequence[tuple[int, int]], counts: Tensor, sizes: Sequence[int])
 
 def _per_element(values: Sequence[Number], sizes: Sequence[int]) -> Sequence[Number]:
     """Values of parameters of these sizes, for each element; numbers and 0-d tensors are those of all."""
-    own = [value for value in values if isinstance(value, Tensor) and value.dim()]
-    if not own:
+    differing = [value for value in values if isinstance(value, Tensor) and value.dim()]
+    if not differing:
         return values
     if len(sizes) == 1:
         return [value.reshape(()) if isinstance(value, Tensor) else value for value in values]
-    ends = _integers([*accumulate(sizes)], own[0].device)
+    ends = _integers([*accumulate(sizes)], differing[0].device)
     places = torch.searchsorted(ends, torch.arange(sum(sizes), device=ends.device), right=True)
     return [v[places] if isinstance(v, Tensor) and v.dim() else v for v in values]
 

@@ -291,6 +291,8 @@ class Link(HasMasters):
                     "given another size after prepare(); call revert(), change the model and prepare again, "
                     "or train by an optimizer of hs.optim, which follows"
                 )
+        if any(m.device != m._source.device for m in masters):
+            self._move()
         for m in _differing(masters):
             w, stored = m._source, m._seen[1]
             low = m.to(stored).to(w.dtype)  # of a weight that was only made wider, every element is this
@@ -299,6 +301,18 @@ class Link(HasMasters):
                 w.copy_(m)
         for m in masters:
             m.agree()
+
+    def _move(self) -> None:
+        """Bring masters and their states to the weights' device, to which the model was moved."""
+        state = self.optimizer.state
+        for group in self.optimizer.param_groups:
+            counts_there = bool(group.get("fused") or group.get("capturable"))
+            for m in (p for p in group["params"] if isinstance(p, Master) and p.device != p._source.device):
+                device = m._source.device
+                cast(Any, Tensor.data).__set__(m, m.detach().to(device))  # its values are the same
+                for key, value in state.get(m, {}).items():
+                    if isinstance(value, Tensor) and (value.dim() or counts_there):
+                        state[m][key] = value.to(device)
 
     def masters(self, only: AnySet[Tensor] | None = None) -> dict[Tensor, Tensor]:
         """The masters by weight, of `only` some: the very tensors, detached."""

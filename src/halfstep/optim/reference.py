@@ -37,7 +37,7 @@ def update(
     new = [storage.stored_state(slot, i, v, random, bounds[i]) for i, v in enumerate(states)]
     again = rounding.again(random, key) if slot.kind == L.BF16_STOCHASTIC and random is not None else None
     weight, over = storage.stored_weight(slot.kind, w, slot.weight.dtype, again)
-    exponents = [own for _, own in new if own is not None]
+    exponents = [fields for _, fields in new if fields is not None]
     return [*weight, *(state for state, _ in new), *exponents], over
 
 

@@ -133,6 +133,11 @@ HALFSTEP: Groups = (
     ("full", "no 16-bit kernel on CPU, hence fp32 on every device", NO_16_BIT_KERNEL),
     (
         "full",
+        "torch's 16-bit kernel gives gradients of NaN for finite numbers",
+        "matrix_exp linalg_matrix_exp",
+    ),
+    (
+        "full",
         "stands for an integer kernel: its steps are exact in fp32 only",
         "fake_quantize_per_tensor_affine",
     ),

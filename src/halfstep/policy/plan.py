@@ -31,6 +31,7 @@ from halfstep.policy.settings import Settings, checked_table
 Rank = tuple[int, int, int, bool]
 _TYPE = "type:"
 _MODULE_RULES = (Rule.FULL, Rule.LOW, Rule.KEEP)
+ORTHOGONAL = "type:_Orthogonal"  # torch.nn.utils.parametrizations.orthogonal
 # The class names under which torch and the common model libraries keep normalisation layers.
 NORM_PATTERNS = ("type:_NormBase", "type:GroupNorm", "type:*LayerNorm", "type:*RMSNorm")
 
@@ -163,6 +164,8 @@ class Plan:
         if row.norm_fp32:
             reason = f"{row.name}: fp32 weights and statistics cost little and keep small updates"
             rules += [PlanRule(p, dtype=torch.float32, reason=reason, required=False) for p in NORM_PATTERNS]
+        reason = "torch has no LU and QR in 16 bits, and its matrix exponential gives gradients of NaN there"
+        rules.append(PlanRule(ORTHOGONAL, rule=Rule.FULL, reason=reason, required=False))
         return cls(tuple(rules))
 
     def with_rules(self, *rules: PlanRule) -> Plan:

@@ -6,7 +6,7 @@ with the model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,8 +15,9 @@ from torch.utils.hooks import RemovableHandle
 
 from halfstep.convert.conversion import Conversion
 from halfstep.convert.layout import Relayout
+from halfstep.errors import ConfigError
 from halfstep.optim.loading import HasMasters
-from halfstep.optim.master_link import narrow_state
+from halfstep.optim.master_link import Master, narrow_state
 from halfstep.optim.masters import MasterWeights, holder_of, holders_of
 from halfstep.session.precision import Precision
 
@@ -78,6 +79,25 @@ def fit_states(precision: Precision, optimizers: Sequence[torch.optim.Optimizer]
         for p, state in optimizer.state.items():
             if isinstance(p, Tensor) and p.is_floating_point():
                 optimizer.state[p] = narrow_state(state, p.dtype)
+
+
+def check_states(optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Raise ConfigError where torch's optimizers have states on another device than the weights.
+
+    Masters bring theirs along, and optimizers of `halfstep.optim` too.
+    """
+    for optimizer in optimizers:
+        for p, state in () if isinstance(optimizer, HasMasters) else optimizer.state.items():
+            if not isinstance(p, Tensor) or isinstance(p, Master) or not isinstance(state, Mapping):
+                continue
+            left = [t for t in state.values() if isinstance(t, Tensor) and t.dim() and t.device != p.device]
+            if left:
+                kind = type(optimizer).__name__
+                raise ConfigError(
+                    f"the model was moved to {p.device} after steps of {kind}, whose states are on "
+                    f"{left[0].device}: call optimizer.load_state_dict(optimizer.state_dict()), which moves "
+                    "them, or move the model before prepare()"
+                )
 
 
 class Prepared:

@@ -34,7 +34,7 @@ from halfstep.session.precision import Precision, lower
 from halfstep.session.preparation import fit_states
 from halfstep.session.ranks import check_groups
 from halfstep.session.session import Models, Optimizers, Session
-from halfstep.trees import parameters_of
+from halfstep.trees import compute_device, parameters_of
 from halfstep.tuning.choices import LevelChoice
 from halfstep.tuning.search import Tuning, search
 
@@ -73,10 +73,10 @@ def as_models(model: Any) -> list[nn.Module]:
 
 
 def device_of(models: Sequence[nn.Module]) -> torch.device:
-    """Return the device of the first parameter; ConfigError where there is none."""
-    for model in models:
-        for tensor in model.parameters():
-            return tensor.device
+    """Return where the models compute; ConfigError where they have no parameters."""
+    parameters = [p for model in models for p in model.parameters()]
+    if parameters:
+        return compute_device(parameters)
     names = ", ".join(type(m).__name__ for m in models) or "nothing"
     raise ConfigError(f"prepare got a model without parameters ({names}): pass the module that is trained")
 
@@ -263,8 +263,8 @@ def prepare(
 ) -> Session:
     """Make a model and its optimizers train in mixed precision; returns the `Session` that drives them.
 
-    Call it before wrapping the model in DDP or `torch.compile`. Parameters keep their identity, so optimizers
-    built before keep working; `Session.revert()` undoes everything.
+    Call it after moving the model to its device and before wrapping it in DDP or `torch.compile`. Parameters
+    keep their identity, so optimizers built before keep working; `Session.revert()` undoes everything.
 
     Args:
         model: one module or several (a generator and a discriminator, say).

@@ -213,8 +213,11 @@ def with_added(
 
 def rescale(gradients: Sequence[Tensor], old: LossScale, new: LossScale) -> None:
     """Multiply gradients that carry `old`, in place, so that they carry `new`."""
-    home = gradients[0].device
-    foreach_mul_(gradients, new.tensor(home) * old.inverse(home))
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for gradient in gradients:
+        by_device.setdefault(gradient.device, []).append(gradient)
+    for device, those in by_device.items():
+        foreach_mul_(those, new.tensor(device) * old.inverse(device))
 
 
 # ---- backward -------------------------------------------------------------------------------------------

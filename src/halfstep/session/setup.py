@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from halfstep import devices
 from halfstep.casting.context import autocast
 from halfstep.casting.kernel_choice import KernelTable
 from halfstep.convert.conversion import Conversion, is_converted
@@ -28,8 +29,9 @@ from halfstep.optim.replicas import follow_wraps, send_masters
 from halfstep.optim.saved_masters import SavedMasters
 from halfstep.policy.levels import Level
 from halfstep.session.precision import Precision
-from halfstep.session.preparation import Preparation, Prepared
+from halfstep.session.preparation import Preparation, Prepared, check_states
 from halfstep.torch_private import hooks_after_load
+from halfstep.trees import compute_device
 from halfstep.tuning.search import Tuning
 
 
@@ -48,7 +50,9 @@ class Setup:
         conversions: list[Conversion],
         masters: dict[int, MasterWeights],
     ) -> None:
-        self.models, self.optimizers, self.precision, self.device = models, optimizers, precision, device
+        self.models, self.optimizers, self.precision = models, optimizers, precision
+        self._checked_device = device
+        """The device whose dtypes were checked."""
         self.policy, self.kernels, self.skip_nonfinite = precision.policy, kernels, skip_nonfinite
         self._preparation = Preparation(optimizers, precision, layout, conversions, masters)
         self.tuning: Tuning | None = None
@@ -61,6 +65,11 @@ class Setup:
     def model(self) -> nn.Module:
         """The first (usually the only) model."""
         return self.models[0]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the models compute now: the accelerator that any parameter is on, else the CPU."""
+        return compute_device(p for model in self.models for p in model.parameters())
 
     @property
     def conversions(self) -> list[Conversion]:
@@ -97,7 +106,11 @@ class Setup:
                 "device from the model and its dtype from prepare(dtype=...); hs.autocast takes both"
             )
         self._off = self._off or not enabled
-        return autocast(self.device.type, policy=self.policy, enabled=enabled, kernels=self.kernels)
+        if (device := self.device) != self._checked_device:
+            devices.check_dtype(device, self.policy.compute_dtype)
+            check_states(self.optimizers)
+            self._checked_device = device
+        return autocast(device.type, policy=self.policy, enabled=enabled, kernels=self.kernels)
 
     def take_masters(self, ddp: Any, rank: int) -> None:
         """Take the masters that `rank` of a DDP's group has, a collective."""

@@ -25,7 +25,7 @@ from halfstep.errors import ConfigError, HalfstepError, HalfstepWarning
 from halfstep.numerics.snapshot import Snapshot, StepParticipants
 from halfstep.optim.master_link import weight_of
 from halfstep.torch_private import pytree
-from halfstep.trees import parameters_of
+from halfstep.trees import compute_device, parameters_of
 from halfstep.tuning.choices import NO_TIME, LevelChoice, Trial
 from halfstep.tuning.op_times import StepTimes, step_times
 
@@ -117,7 +117,7 @@ class Bench:
         self.models = list(models)
         self._step, self._batch, self._make = step, tuple(batch), make
         self._start = Snapshot(StepParticipants(step, [*models, *optimizers]))
-        self._device = next((p.device for m in models for p in m.parameters()), torch.device("cpu"))
+        self._device = compute_device(p for m in models for p in m.parameters())
         self.budget = Budget(seconds, group)
         self._clock = clock_of(self._device)
         self._bases: dict[str, FirstStep] = {}

@@ -24,7 +24,7 @@ from halfstep.policy.levels import LOW_DTYPES
 from halfstep.scaling.loss_scale import SMALLEST_SCALE, DynamicLossScale, LossScale, StaticLossScale
 from halfstep.scaling.skips import SkipCount
 from halfstep.torch_private import pytree
-from halfstep.trees import parameters_of
+from halfstep.trees import compute_device, parameters_of
 
 
 class AmpError(ConfigError, RuntimeError):
@@ -136,7 +136,7 @@ class AmpState:
     def begin(self, chosen: Properties, models: list[nn.Module]) -> None:
         """Note the options and the device, and print the options."""
         self.opt_properties = chosen
-        self.device = next((p.device.type for m in models for p in m.parameters()), "cpu")
+        self.device = compute_device(p for m in models for p in m.parameters()).type
         self.say(f"Selected optimization level {chosen.opt_level}")
         for name, value in chosen.options.items():
             self.say(f"{name:22} : {value}")
@@ -234,6 +234,16 @@ def cast_batches(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) 
         return leaf.to(dtype) if own else leaf
 
     return pytree.tree_map(cast, (args, kwargs))
+
+
+def check_device(expected: str, module: nn.Module, args: Any) -> None:
+    """Forward pre-hook: raise AmpError where the model was moved since its functions are cast on a device."""
+    kind = compute_device(module.parameters()).type
+    if kind != expected:
+        raise AmpError(
+            f"the model is on {kind} and was on {expected} at amp.initialize, which casts functions there "
+            "alone: move the model first, model.cuda(), then call amp.initialize, as Apex requires"
+        )
 
 
 class CheckpointInFp32:

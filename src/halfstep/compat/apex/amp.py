@@ -28,6 +28,7 @@ from halfstep.compat.apex._state import (
     LossScaler,
     Properties,
     cast_batches,
+    check_device,
     properties,
 )
 from halfstep.compat.torch_amp import runs_natively
@@ -228,6 +229,8 @@ def _apply(
         masters = [account.masters for account in state.accounts.values() if account.masters is not None]
         for model in models:
             state.keep(model.register_state_dict_post_hook(CheckpointInFp32(masters)))
+    for model in models if chosen.patch_torch_functions else ():
+        state.keep(model.register_forward_pre_hook(functools.partial(check_device, state.device)))
     if chosen.patch_torch_functions and state.region is None:
         state.region = autocast(state.device, policy=Policy(compute_dtype=torch.float16, table="apex"))
         state.region.__enter__()
@@ -239,7 +242,7 @@ def _spare_slow_kernels(model: nn.Module, dtype: torch.dtype, device: str) -> li
         return []
     policy = Policy(compute_dtype=dtype, table="apex")
     policy = policy.with_rules(keep=[name for name, row in policy.rows().items() if row.rule is not Rule.LOW])
-    return InRegion(Power(), device, policy).attach(model)
+    return InRegion(Power(), policy).attach(model)
 
 
 def _plan(chosen: Properties, dtype: torch.dtype) -> Plan:

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-from halfstep import devices
 from halfstep.casting.context import autocast
 from halfstep.compat.mindspore import nn, ops
 from halfstep.compat.mindspore._absent import absent
@@ -275,9 +274,8 @@ def _apply(
 
 
 def _run_in_region(network: torch.nn.Module, dtype: torch.dtype) -> None:
-    device = devices.resolve(next((p.device.type for p in network.parameters()), None)).type
     undo = ExitStack()
-    for handle in InRegion(Power(), device, _AUTO.with_dtype(dtype)).attach(network):
+    for handle in InRegion(Power(), _AUTO.with_dtype(dtype)).attach(network):
         undo.callback(handle.remove)
     _CONVERTED[network] = "auto", undo
 
