@@ -126,6 +126,12 @@ def _of(owner: Any, name: str, use: str) -> Any:
 #: An op's schema: its name, and which arguments are tensors, which decides what is cast.
 schema_of = attrgetter("_schema")
 
+
+def takes_scale_and_flag(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its step divides by a scale and skips by a flag on the device, as torch's GradScaler asks."""
+    return getattr(optimizer, "_step_supports_amp_scaling", False)
+
+
 #: `namespace::name`, by which rules know a packet of overloads.
 overload_packet_name = attrgetter("_qualified_op_name")
 
@@ -258,6 +264,16 @@ def is_one_box(t: Any) -> bool:
 def device_types(group: Any) -> set[str]:
     """Return the types of devices that a process group can send from."""
     return {device.type for device in group._device_types}
+
+
+def ddp_ignored(ddp: Any) -> list[Tensor]:
+    """Return the parameters that a DDP was told to ignore, and not those that it reduces late.
+
+    Private: it lists the late ones among the ignored, and apart from them in this list alone.
+    """
+    late = {id(p) for p in getattr(ddp, "_delay_all_reduce_params", ())}
+    named = ddp.module.named_parameters()
+    return [p for name, p in named if name in ddp.parameters_to_ignore and id(p) not in late]
 
 
 def comm_hooks(ddp: Any) -> Sequence[tuple[Any, Any]]:

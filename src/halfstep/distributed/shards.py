@@ -7,18 +7,19 @@ weights. Also here: which wrappers a model is in, and where in the whole tensor 
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from halfstep.distributed.hooks import OrderedReduceScatter
-from halfstep.distributed.reduce import local_of
+from halfstep.distributed.reduce import local_of, world_size
 from halfstep.errors import ConfigError, UnsupportedError
-from halfstep.torch_private import NormWithStatistics, is_strided_shard, place_of_shard
+from halfstep.torch_private import NormWithStatistics, ddp_ignored, is_strided_shard, place_of_shard
 
 _NORMS = (
     nn.LayerNorm,
@@ -124,10 +125,50 @@ def ddp_around(parameters: Iterable[Tensor]) -> list[Any]:
     """
     if not torch.distributed.is_available():
         return []
-    kind = nn.parallel.DistributedDataParallel
     mine = {id(p) for p in parameters}
-    found = [o for o in gc.get_referrers(kind) if type(o) is kind]
+    found = _living(nn.parallel.DistributedDataParallel)
     return [ddp for ddp in found if any(id(p) in mine for p in ddp.module.parameters())]
+
+
+def _living(kind: Any) -> list[Any]:
+    return [one for one in gc.get_referrers(kind) if type(one) is kind]
+
+
+class RankLocal(NamedTuple):
+    """A parameter that is not the same on all ranks, although it is no DTensor, which would say so."""
+
+    parameter: Tensor
+    why: str
+    """What makes it so, as a sentence about the parameter."""
+    group: Any
+    """The ranks that have other parts or parameters, where these are all that they have; else None."""
+
+
+def find_rank_local(parameters: Iterable[Tensor], optimizer: Any = None) -> RankLocal | None:
+    """Return one of an optimizer's parameters whose gradient each rank has another part of, or None.
+
+    Their norm, and whether they are finite, is of this rank alone. All living objects are asked for their
+    class (20 ms or more), and nothing where there is one rank.
+    """
+    mine = {id(p): p for p in parameters}
+    if world_size() == 1 or not mine:
+        return None
+    fsdp = cast(Any, sys.modules.get("torch.distributed.fsdp"))
+    for wrap in _living(fsdp.FullyShardedDataParallel) if fsdp is not None else ():
+        cut = wrap.sharding_strategy.name != "NO_SHARD"
+        held = (mine[id(p)] for p in wrap.parameters() if id(p) in mine)
+        if cut and world_size(wrap.process_group) > 1 and (p := next(held, None)) is not None:
+            return RankLocal(p, "is cut up by torch's FullyShardedDataParallel", wrap.process_group)
+    zero = cast(Any, sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer"))
+    for one in _living(zero.ZeroRedundancyOptimizer) if zero is not None else ():
+        held = (p for group in one.param_groups for p in group["params"] if id(p) in mine)
+        if one is not optimizer and one.world_size > 1 and (p := next(held, None)) is not None:
+            return RankLocal(p, "is updated on one rank alone, by torch's ZeroRedundancyOptimizer", None)
+    for ddp in ddp_around(mine.values()):
+        ignored = {id(p) for p in ddp_ignored(ddp) if p.requires_grad} & mine.keys()
+        if ignored and len(ignored) < len(mine) and world_size(ddp.process_group) > 1:
+            return RankLocal(mine[ignored.pop()], "is each rank's own, ignored by its DDP", None)
+    return None
 
 
 def first_element(t: Tensor) -> int | None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from halfstep.distributed import local_of
+from halfstep.distributed.shards import find_rank_local
 from halfstep.errors import ConfigError, HalfstepWarning, MasterRangeError, UnsupportedError
 from halfstep.gradients.outcome import Outcome, OutcomeQueue
 from halfstep.gradients.stats import (
@@ -282,6 +283,8 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
         limits = [] if clip_coef is not None else arguments.limits_of(self.param_groups, clip_norm)
         clips = found_inf is not True and any(limits)
         skips = found_inf is None and self._skips()
+        if not self.state and (skips or (clips and clip_norm is None)):
+            self._check_ranks()
         decided, clip_coefs = found_inf is not None, [clip_coef] * len(self.param_groups)
         if found_inf is not None and found_inf is not False:
             found = self._not_skipped(found, found_inf)
@@ -307,6 +310,16 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
             look.append(self._combined([bundle.totals() for bundle in here], inv_scale))
         if over:
             raise MasterRangeError(backends.RANGE)
+
+    def _check_ranks(self) -> None:
+        """Before the first step that clips or skips by itself: refuse gradients of this rank alone."""
+        if (found := find_rank_local(parameters_of(self), self)) is not None:
+            raise UnsupportedError(
+                f"a parameter of shape {list(found.parameter.shape)} {found.why}: clip_norm= and "
+                f"skip_nonfinite= of {type(self).__name__} would go by what this rank has, and ranks would "
+                "come apart. Leave them out and clip by the wrapper's own clip_grad_norm_, or shard with "
+                "hs.distributed.shard(model)"
+            )
 
     def _run(
         self,

@@ -18,6 +18,7 @@ from halfstep.casting.kernel_choice import KernelTable, from_plain, to_plain
 from halfstep.casting.kernel_probes import whole_table
 from halfstep.convert.sharded import shards_of
 from halfstep.distributed import SameGradients, ddp_around, gather, is_sharded, joins_alone, rank, world_size
+from halfstep.distributed.shards import find_rank_local
 from halfstep.errors import ConfigError, UnsupportedError
 from halfstep.policy.levels import LOW_DTYPES
 from halfstep.session.checks import check_parameters, name_of
@@ -108,6 +109,8 @@ class RankGuard:
             check_parameters(setup.models, setup.optimizers)
             for ddp in wrappers:
                 self._check_wrapper(ddp)
+            for optimizer in setup.optimizers:
+                self._check_rank_local(optimizer)
             self._sharded = world_size() > 1 and any(map(is_sharded, setup.models))
             self._checked, self.asks = True, self._sharded or bool(wrappers)
         if setup.skip_nonfinite and any(map(joins_alone, wrappers)):
@@ -142,6 +145,21 @@ class RankGuard:
                 "compress_hook('fp16') would round gradients of a bf16 level, which have no loss scale, "
                 "to zero or to inf: register compress_hook('bf16') instead"
             )
+
+    def _check_rank_local(self, optimizer: torch.optim.Optimizer) -> None:
+        found = find_rank_local(weights_of(optimizer), optimizer)
+        if found is None or (found.group is not None and self._stages is not None):
+            return
+        cure = "give those that ranks have of their own to an optimizer of their own"
+        if found.group is not None:
+            cure = (
+                "shard with hs.distributed.shard(model), or name the ranks that hold the other parts: "
+                "prepare(..., norm_group=model.process_group)"
+            )
+        raise UnsupportedError(
+            f"parameter {name_of(self._setup.models, found.parameter)!r} {found.why}: the norm that a step "
+            f"is clipped by, and what a loss scale is chosen from, would be this rank's alone; {cure}"
+        )
 
 
 def joint_group(groups: Sequence[Any]) -> Any:
