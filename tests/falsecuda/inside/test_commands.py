@@ -1,18 +1,10 @@
 """The command line on the device, as a person starts it."""
 
-import json
-
 import pytest
+import torch
 
 from halfstep import cli
-
-SMALL = ("--level", "O2", "--dtype", "bf16", "--seeds", "1", "--steps", "1")
-
-
-def test_train_runs_and_says_where(capsys: pytest.CaptureFixture[str]):
-    assert cli.main(("train", "digits-mlp", "--device", "cuda", *SMALL, "--json")) == 0
-    document = json.loads(capsys.readouterr().out)
-    assert "cuda" in json.dumps(document)
+from halfstep.recipes.measure import memory_peak
 
 
 def test_doctor_finds_a_healthy_recipe_healthy(capsys: pytest.CaptureFixture[str]):
@@ -23,3 +15,11 @@ def test_doctor_finds_a_healthy_recipe_healthy(capsys: pytest.CaptureFixture[str
 def test_devices_finds_each_op_as_its_rule_says(capsys: pytest.CaptureFixture[str]):
     assert cli.main(("devices", "--dtype", "bf16")) == 0
     assert " 0 differ" in (said := capsys.readouterr().out) or "differs" not in said
+
+
+def test_the_peak_of_memory_is_the_allocators():
+    kept = torch.zeros(1 << 20, device="cuda")
+    before = torch.cuda.memory_allocated()
+    with memory_peak([kept], kept.device) as peak:
+        torch.zeros(1 << 20, device="cuda")
+    assert peak == [before + (4 << 20)]
