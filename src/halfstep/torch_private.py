@@ -126,6 +126,12 @@ def _of(owner: Any, name: str, use: str) -> Any:
 #: An op's schema: its name, and which arguments are tensors, which decides what is cast.
 schema_of = attrgetter("_schema")
 
+
+def takes_scale_and_flag(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its step divides by a scale and skips by a flag on the device, as torch's GradScaler asks."""
+    return getattr(optimizer, "_step_supports_amp_scaling", False)
+
+
 #: `namespace::name`, by which rules know a packet of overloads.
 overload_packet_name = attrgetter("_qualified_op_name")
 

@@ -35,7 +35,7 @@ def run(*arguments: str) -> str:
 
 @pytest.mark.skipif(bool(NO_DEVICE), reason=NO_DEVICE)
 def test_what_is_written_for_the_device():
-    run("tests/falsecuda/inside", "-m", "not exhaustive and not long")
+    run("tests/falsecuda/inside", "tests/gpu/test_numbers.py", "-m", "not exhaustive and not long")
 
 
 @pytest.mark.skipif(bool(NO_DEVICE), reason=NO_DEVICE)

@@ -212,8 +212,8 @@ def test_gradients_that_are_not_aligned_are_read_all_the_same():
 
 def test_tables_are_kept_while_addresses_stay(monkeypatch: pytest.MonkeyPatch):
     sent: list[int] = []
-    upload = cuda._upload
-    monkeypatch.setattr(cuda, "_upload", lambda *a: sent.append(len(a[0])) or upload(*a))
+    upload = cuda.upload
+    monkeypatch.setattr(cuda, "upload", lambda *a: sent.append(len(a[0])) or upload(*a))
     p = nn.Parameter(torch.zeros(10, dtype=BF16, device=DEVICE))
     first, second = torch.ones_like(p), torch.ones_like(p)
     optimizer = AdamW([p], backend="triton")

@@ -84,7 +84,7 @@ def test_queue_reads_host_outcomes_at_once():
 
 
 def test_queue_waits_for_at_most_two_steps(monkeypatch):
-    monkeypatch.setattr(Outcome, "arrived", property(lambda self: False))
+    monkeypatch.setattr(Outcome, "on_host", property(lambda self: False))
     queue = OutcomeQueue()
     arrived = [len(queue.push(outcome())) for _ in range(5)]
     assert arrived == [0, 0, 1, 1, 1]

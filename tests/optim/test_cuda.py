@@ -56,6 +56,7 @@ def on_a_cpu(*options: str) -> None:
 
 
 KERNELS = "tests/gpu/test_kernels.py"
+NOT_HERE = ("--ignore", KERNELS, "--ignore", "tests/gpu/test_numbers.py")  # which needs two devices
 
 
 @needs_triton
@@ -66,14 +67,14 @@ def test_the_kernels_on_a_cpu():
 @needs_triton
 @pytest.mark.skipif(bool(NO_DEVICE), reason=NO_DEVICE)
 def test_the_other_gpu_tests_on_a_cpu():
-    on_a_cpu("tests/gpu", "--ignore", KERNELS, "-m", "not exhaustive and not long")
+    on_a_cpu("tests/gpu", *NOT_HERE, "-m", "not exhaustive and not long")
 
 
 @needs_triton
 @pytest.mark.long
 @pytest.mark.skipif(bool(NO_DEVICE), reason=NO_DEVICE)
 def test_more_of_the_other_gpu_tests_on_a_cpu():
-    on_a_cpu("tests/gpu", "--ignore", KERNELS, "-m", "long and not exhaustive")
+    on_a_cpu("tests/gpu", *NOT_HERE, "-m", "long and not exhaustive")
 
 
 @needs_triton

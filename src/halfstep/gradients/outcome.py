@@ -6,6 +6,7 @@ a property is first read. `StepRecord` is the plain value that comes out; nothin
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -50,7 +51,9 @@ class Outcome:
     Arguments may be Python values or 0-d tensors, which must not be changed in place afterwards. `result` is
     what the wrapped optimizer's own `step` returned. `reason` overrides the sentence derived from the values.
     `on_read` runs once, with the record, when the values arrive on the host: errors that travel late (a loss
-    scale that collapsed) are raised there. Building, storing and printing an outcome never synchronises.
+    scale that collapsed) are raised there. Building, storing and printing an outcome never synchronises, and
+    a value that the host has, such as `taken` of a step that cannot be skipped, is read without waiting for
+    the others. `clips`: the gradients were multiplied by `clip_norm / grad_norm`, so by 0 where it is inf.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class Outcome:
         reason: str | None = None,
         result: Any = None,
         on_read: Callable[[StepRecord], None] | None = None,
+        clips: bool = False,
     ) -> None:
         self._values: dict[str, Scalar] = {
             "taken": taken,
@@ -77,28 +81,29 @@ class Outcome:
         self._reason = reason
         self._record: StepRecord | None = None
         self._on_read = on_read
+        self._clips = clips
         self._copy: AsyncCopy | None = None
         self.result = result
 
     @property
     def taken(self) -> bool:
         """Whether the weights were updated."""
-        return self.read().taken
+        return bool(self._read_one("taken"))
 
     @property
     def skipped(self) -> bool:
         """Whether the weights were left as they were: not `taken`."""
-        return not self.read().taken
+        return not self.taken
 
     @property
     def finite(self) -> bool:
         """Whether every gradient was finite."""
-        return self.read().finite
+        return bool(self._read_one("finite"))
 
     @property
     def scale(self) -> float:
         """The loss scale the gradients of this step carried."""
-        return self.read().scale
+        return float(self._read_one("scale"))
 
     @property
     def grad_norm(self) -> float | None:
@@ -124,6 +129,16 @@ class Outcome:
         """Return `taken`, `finite`, `scale`, `grad_norm` or `amax` as the step left it, unread."""
         return self._values[name]
 
+    @property
+    def on_host(self) -> bool:
+        """Whether no value lies on an accelerator."""
+        return all(not isinstance(value, Tensor) or value.is_cpu for value in self._values.values())
+
+    def _read_one(self, name: str) -> Any:
+        value = self._values[name]
+        waits = isinstance(value, Tensor) or self.on_host or self._record is not None
+        return getattr(self.read(), name) if waits else value
+
     def start_copy(self) -> None:
         """Begin copying device values to the host behind the work already queued, without waiting."""
         tensors = list(self._tensors().values())
@@ -140,8 +155,7 @@ class Outcome:
     @property
     def arrived(self) -> bool:
         """Whether reading would not wait: the values are on the host or their copy has finished."""
-        on_host = not any(isinstance(v, Tensor) for v in self._values.values())
-        return on_host if self._copy is None else self._copy.done()
+        return self.on_host if self._copy is None else self._copy.done()
 
     def read(self) -> StepRecord:
         """Copy the values to the host (once, in one transfer) and return them."""
@@ -154,8 +168,10 @@ class Outcome:
                 values |= {n: part.view(t.dtype).item() for (n, t), part in zip(tensors.items(), parts)}
             host = {name: None if v is None else float(v) for name, v in values.items()}
             taken, finite = bool(host["taken"]), bool(host["finite"])
-            reason = _reason(taken, finite) if self._reason is None else self._reason
             scale, norm, amax = cast(float, host["scale"]), host["grad_norm"], host["amax"]
+            reason = _reason(taken, finite) if self._reason is None else self._reason
+            if self._clips and taken and finite and norm == math.inf:
+                reason = reason or CLIPPED_TO_ZERO
             self._record = StepRecord(taken, finite, scale, norm, amax, reason, self._step)
             on_read, self._on_read = self._on_read, None
             if on_read is not None:
@@ -163,7 +179,11 @@ class Outcome:
         return self._record
 
     def __bool__(self) -> bool:
-        return self.read().taken
+        return self.taken
+
+    def forget(self) -> None:
+        """Do without `on_read`: what it would change is of the past."""
+        self._on_read = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle and copy as plain values."""
@@ -186,6 +206,11 @@ class Outcome:
         return f"<p>{escape(repr(self))}</p>"
 
 
+CLIPPED_TO_ZERO = (
+    "taken, but its gradients were clipped to 0: they are finite, their norm is over what its dtype holds"
+)
+
+
 def _reason(taken: bool, finite: bool) -> str:
     if finite:
         return "" if taken else "skipped"
@@ -194,9 +219,9 @@ def _reason(taken: bool, finite: bool) -> str:
 
 
 class OutcomeQueue:
-    """Reads outcomes at most two steps after they were pushed, without making the accelerator wait.
+    """Reads outcomes two steps after they were pushed, by when they have arrived on a device that keeps up.
 
-    An outcome whose values are on the host is read at once.
+    An outcome whose values are on the host is read at once. When a copy happens to arrive decides nothing.
     """
 
     def __init__(self) -> None:
@@ -208,7 +233,7 @@ class OutcomeQueue:
         return twin
 
     def push(self, outcome: Outcome) -> list[StepRecord]:
-        """Queue one outcome; return, oldest first, the records of those that have arrived."""
+        """Queue one outcome; return, oldest first, the records of those on the host or two steps old."""
         outcome.start_copy()
         self._waiting.append(outcome)
         return self._take(2)
@@ -217,8 +242,20 @@ class OutcomeQueue:
         """Wait for all that are queued and return their records, oldest first."""
         return self._take(0)
 
+    def read_before(self, step: int) -> None:
+        """Wait for those of earlier steps, so that steps are counted in their order whoever reads which."""
+        for outcome in [*self._waiting]:
+            if outcome.step is not None and outcome.step < step:
+                outcome.read()
+
+    def forget(self) -> None:
+        """Drop all that are queued, and what reading them would do."""
+        for outcome in self._waiting:
+            outcome.forget()
+        self._waiting.clear()
+
     def _take(self, may_wait: int) -> list[StepRecord]:
         records: list[StepRecord] = []
-        while self._waiting and (len(self._waiting) > may_wait or self._waiting[0].arrived):
+        while self._waiting and (len(self._waiting) > may_wait or self._waiting[0].on_host):
             records.append(self._waiting.popleft().read())
         return records

@@ -157,7 +157,6 @@ def measure_shards(
 
 
 @torch.no_grad()
-@torch.no_grad()
 def measure_whole(
     grads: Sequence[Tensor],
     inv_scale: float | Tensor | None = None,
@@ -167,18 +166,31 @@ def measure_whole(
 ) -> GradStats[Tensor, Tensor, Tensor | None]:
     """Return `measure_shards`, which every rank must call, where a gradient is elsewhere, else `measure`.
 
-    Without `needs_amax` a largest magnitude only where it comes at no further cost: on a CPU a finite norm
-    proves finite gradients, so that a second look is needed only after a bad one.
+    Without `needs_amax` a largest magnitude only where it comes at no further cost: a finite norm proves
+    finite gradients. On a CPU, where it is torch's bit for bit, a second look follows a bad one; on an
+    accelerator squares are added in float64, in which none of float32 overflows.
     """
     if stages is not None or any(distributed.local_of(g) is not g for g in grads):
         return measure_shards(grads, inv_scale, stages=stages)
     tensors = [] if needs_amax else [t for g in grads if (t := dense_values(g.detach())).numel()]
-    if tensors and all(t.device.type == "cpu" for t in tensors):
-        norm = torch.linalg.vector_norm(_norms(tensors, tensors[0].device))
-        finite = torch.isfinite(norm)
-        if bool(finite):
-            return GradStats(finite, norm if inv_scale is None else norm * inv_scale, None)
-    return measure(grads, inv_scale)
+    if not tensors or (home := home_device(tensors)).type == "mps":
+        return measure(grads, inv_scale)
+    if home.type != "cpu":
+        norms = _norms(tensors, home, torch.float64)
+        wide = any(t.dtype == torch.float64 for t in tensors)
+        return _brief(torch.linalg.vector_norm(norms), inv_scale, None if wide else torch.float32)
+    norm = torch.linalg.vector_norm(_norms(tensors, home))
+    return _brief(norm, inv_scale) if bool(torch.isfinite(norm)) else measure(grads, inv_scale)
+
+
+def _brief(
+    norm: Tensor, inv_scale: float | Tensor | None, dtype: torch.dtype | None = None
+) -> GradStats[Tensor, Tensor, None]:
+    """What a norm tells alone."""
+    if isinstance(inv_scale, Tensor):
+        inv_scale = move_to(inv_scale, norm.device)
+    unscaled = norm if inv_scale is None else norm * inv_scale
+    return GradStats(torch.isfinite(norm), unscaled.to(dtype or norm.dtype), None)
 
 
 def _sums(tensors: list[Tensor], home: torch.device) -> tuple[Tensor, Tensor]:

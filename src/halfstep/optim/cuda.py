@@ -58,7 +58,8 @@ def _room(count: int, device: torch.device) -> Tensor:
     return torch.empty(count, dtype=torch.int64, pin_memory=device.type == "cuda", device="cpu")
 
 
-def _upload(values: Sequence[Any], device: torch.device) -> Tensor:
+def upload(values: Sequence[Any], device: torch.device) -> Tensor:
+    """int64 numbers on a device, sent without waiting."""
     host = _room(len(values), device)
     host.numpy()[:] = values
     return move_to(host, device)
@@ -81,7 +82,7 @@ class DeviceTable:
             if captured is not None:
                 captured.append(there)
         elif captured is None:
-            there = _upload(values, self._device)
+            there = upload(values, self._device)
             self._values, self._tensor = values, there
         else:
             host, self._spare = self._spare, None
@@ -114,8 +115,8 @@ class UpdatePlan:
             most = ITEM if bundle.widths is None else BLOCKS
             items.setdefault((*formats, *alignments), []).extend(_items_of(i, 0, even, most))
             items.setdefault((*formats, False, False), []).extend(_items_of(i, even, end, most))
-        self.table = _upload(rows.ravel(), device)
-        self.items = {key: (_upload(own, device), len(own) // 3) for key, own in items.items() if own}
+        self.table = upload(rows.ravel(), device)
+        self.items = {key: (upload(own, device), len(own) // 3) for key, own in items.items() if own}
         self.numbers = DeviceTable(self.size + HYPER, device)
         self.rows = torch.empty(self.size * 8, dtype=torch.float32, device=device)
         self.keys = torch.empty(self.size, dtype=torch.int32, device=device)
@@ -138,7 +139,7 @@ class MeasurePlan:
             for start in range(0, size, ITEM):
                 own += [i, start, min(start + ITEM, size), self.count]
                 self.count += 1
-        self.items = {key: (_upload(own, device), len(own) // 4) for key, own in items.items()}
+        self.items = {key: (upload(own, device), len(own) // 4) for key, own in items.items()}
         self.grads = DeviceTable(self.size, device)
         self.sums = torch.empty(self.count * 3, dtype=torch.float32, device=device)
         self.peaks = torch.empty(self.count, dtype=torch.int32, device=device)

@@ -18,9 +18,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from halfstep.devices import capturing
 from halfstep.distributed import local_of
 from halfstep.errors import CheckpointError, ConfigError, UnsupportedError
+from halfstep.gradients import cuda as gpus_
 from halfstep.gradients.cpu import GRADS, WorkItems, kernels, run_ranges
 from halfstep.names import fqn, named_parameters
-from halfstep.optim import checkpoints
+from halfstep.optim import checkpoints, cuda
 from halfstep.optim.loading import HasMasters, HooksOfHolder
 from halfstep.policy.levels import LOW_DTYPES as LOW
 from halfstep.torch_private import foreach_add_, foreach_copy_, foreach_norm
@@ -111,15 +112,42 @@ def _is_free(weight: Tensor) -> bool:
     return owner is None or owner() is None
 
 
+def _dense_pair(master: Master) -> bool:
+    """Whether a kernel can walk it and its weight side by side."""
+    w = master._source
+    dense = w.is_contiguous() or w.is_contiguous(memory_format=torch.channels_last)
+    alike = w.dtype in LOW and dense and w.device == master.device and w.stride() == master.stride()
+    return bool(alike and w.data_ptr() and master.data_ptr())
+
+
+def _refresh_by_kernel(masters: Sequence[Master]) -> list[Master]:
+    """Give masters on a GPU the values of changed weights, reading nothing back; returns the others."""
+    rows, rest = dict[tuple[torch.device, torch.dtype, bool], list[Master]](), list[Master]()
+    for m in masters:
+        w = m._source
+        runs = w.is_cuda and w.dtype == m._seen[1] and not gpus_.why_not(w.device) and _dense_pair(m)
+        if not runs or capturing(w.device):
+            rest.append(m)
+            continue
+        aligned = m.data_ptr() % cuda.WIDE == 0 and w.data_ptr() % cuda.WIDE == 0
+        rows.setdefault((w.device, w.dtype, aligned), []).append(m)
+    for (device, dtype, aligned), mine in rows.items():
+        items = WorkItems(tuple(m.numel() for m in mine)).items
+        table = cuda.upload([at for m in mine for at in (m.data_ptr(), m._source.data_ptr())], device)
+        gpus_.launch(
+            gpus_.kernels().refresh, device, len(items), table, cuda.upload(items.ravel(), device),
+            KIND=GRADS[dtype], ALIGNED=aligned, TILE=cuda.TILE,
+        )  # fmt: skip
+    return rest
+
+
 def _differing(masters: Sequence[Master]) -> list[Master]:
     """All masters whose weights are not their rounding, by value, and some whose weights are."""
     has_kernels, found, rest = kernels(needed=False) is not None, list[Master](), list[Master]()
     rows: dict[torch.dtype, list[tuple[Master, int, int, int]]] = {}
     for m in masters:
         w = m._source
-        dense = w.is_contiguous() or w.is_contiguous(memory_format=torch.channels_last)
-        alike = w.dtype in LOW and w.is_cpu and m.is_cpu and dense and w.stride() == m.stride()
-        if has_kernels and alike and w.data_ptr() and m.data_ptr():
+        if has_kernels and w.is_cpu and _dense_pair(m):
             rows.setdefault(w.dtype, []).append((m, w.numel(), w.data_ptr(), m.data_ptr()))
         else:
             rest.append(m)
@@ -293,7 +321,7 @@ class Link(HasMasters):
                 )
         if any(m.device != m._source.device for m in masters):
             self._move()
-        for m in _differing(masters):
+        for m in _differing(_refresh_by_kernel(masters)):
             w, stored = m._source, m._seen[1]
             low = m.to(stored).to(w.dtype)  # of a weight that was only made wider, every element is this
             m.copy_(torch.where(low == w, m, w.to(torch.float32)))

@@ -248,11 +248,13 @@ class GradScaler(torchs.GradScaler):
         if one_pass:
             result = self._one_pass_step(optimizer, args, kwargs)
         else:
-            with _attributes_kept(optimizer):
+            with attributes_kept(optimizer):
                 result = super().step(optimizer, *args, **kwargs)
         row = self._row(optimizer)
-        taken, stats = ~found_in(row), {"grad_norm": row.get("norm"), "amax": row.get("amax")}
-        outcome = Outcome(taken=taken, finite=taken, scale=scale.clone(), result=result, **stats)
+        taken, norm, amax = ~found_in(row), row.get("norm"), row.get("amax")
+        outcome = Outcome(
+            taken=taken, finite=taken, scale=scale.clone(), grad_norm=norm, amax=amax, result=result
+        )
         if one_pass:
             optimizer.outcome = outcome
         return outcome
@@ -483,7 +485,7 @@ def _next(rule: LossScale, found: Tensor, amax: Tensor | None) -> LossScale:
 
 
 @contextmanager
-def _attributes_kept(optimizer: Any) -> Generator[None]:
+def attributes_kept(optimizer: Any) -> Generator[None]:
     """Give a fused optimizer its attributes back that torch's step writes, also after an error."""
     names = ("grad_scale", "found_inf")
     before = {name: vars(optimizer)[name] for name in names if name in vars(optimizer)}

@@ -320,12 +320,14 @@ class NonFinite:
             self._losses.append(loss.detach())
 
     def look(
-        self, optimizer: torch.optim.Optimizer, found: bool | Tensor, losses: Sequence[Loss]
+        self, optimizer: torch.optim.Optimizer, found: bool | Tensor, losses: Sequence[Loss], skips: bool
     ) -> Report | None:
         """What to call once gradients are known to be bad; notes which are while they are there."""
         values, self._losses = self._losses, []
         if found is False or self._said or self._choice in ("skip", "continue"):
             return None
+        if skips and self._choice is None:
+            return None  # only of steps that are taken there is something to say
         where = self._where(optimizer) if found is True else ""
         return partial(self._raise, where, values, losses) if self._choice else partial(self._warn, where)
 

@@ -75,7 +75,7 @@ from halfstep.session.round import (
     with_added,
 )
 from halfstep.session.setup import Setup
-from halfstep.session.steppers import OnePassStepper, Stepper, steppers_of, weights_of
+from halfstep.session.steppers import OnePassStepper, Stepper, Update, steppers_of, weights_of
 from halfstep.torch_private import never_compiled
 
 Models = nn.Module | Sequence[nn.Module]
@@ -119,7 +119,10 @@ class Session(Setup):
         self._replay: Replayable | None = None
         self._first, self._wide = True, False
         """Whether no step was made yet, and whether its losses came of fp32 ops that 16 bits are for."""
-        self._steppers: list[Stepper] = steppers_of(self.models, self.optimizers, self.masters, norm_group)
+        plain = self.level.name == "O0"
+        self._steppers: list[Stepper] = steppers_of(
+            self.models, self.optimizers, self.masters, norm_group, plain
+        )
         self._ranks = RankGuard(self, group, norm_group)
         self.stages = norm_group is not None
         """Whether each rank has other parameters, whatever their names."""
@@ -343,8 +346,9 @@ class Session(Setup):
         Args:
             optimizer: which one, where the session has several.
             clip_norm: clip the 2-norm of this optimizer's unscaled gradients to this.
-            scheduler: advanced only if the step was taken (on an accelerator at most two steps late). One
-                whose step() wants a metric is refused: call it yourself.
+            scheduler: advanced in this call if the step was taken. Under a loss scale, or with
+                `skip_nonfinite`, that takes one wait for an accelerator: for the flag of this step. One whose
+                step() wants a metric is refused: call it yourself.
             zero_grad: drop the gradients afterwards; those kept are added to as if they carried no scale.
 
         Raises:
@@ -379,9 +383,9 @@ class Session(Setup):
             for listener in self.early_listeners:
                 listener(self, stepper.optimizer)
             inv_scale = None if isinstance(carried, NoLossScale) else carried.inverse(self.device)
-            measured, found, losses, unscaled_there = self._update(index, losses, inv_scale, clip_norm)
-            report = self._nonfinite.look(stepper.optimizer, found, losses)
-            kept = NoLossScale() if unscaled_there else carried
+            measured, found, losses, update = self._update(index, losses, inv_scale, clip_norm, zero_grad)
+            report = self._nonfinite.look(stepper.optimizer, found, losses, self.skip_nonfinite)
+            kept = NoLossScale() if update.unscaled else carried
             self.state = self.state.stepped(index, losses, None if zero_grad else kept, measured)
             if zero_grad:
                 stepper.clear()
@@ -396,7 +400,8 @@ class Session(Setup):
                 conversion.buffers.look()
         partly = found is True and self.skip_nonfinite and stepper.releases
         reason = PARTLY if partly else None
-        return self._tell(carried_value(losses), measured, found, reason, scheduler, report)
+        about = {"scale": carried_value(losses), "reason": reason, "clips": clip_norm is not None}
+        return self._tell(measured, update.found, about, scheduler, report)
 
     def _first_backward(self, loss: Tensor) -> None:
         """Before the first step: look whether ops were cast, and whether anything is going to step."""
@@ -419,30 +424,38 @@ class Session(Setup):
             warnings.warn(f"{fault[0]}: {fault[1]} (said once)", HalfstepWarning, stacklevel=3)
 
     def _update(
-        self, index: int, losses: list[Loss], inv_scale: Tensor | None, clip_norm: float | None
-    ) -> tuple[AnyStats, Flag, list[Loss], bool]:
+        self,
+        index: int,
+        losses: list[Loss],
+        inv_scale: Tensor | None,
+        clip_norm: float | None,
+        clears: bool,
+    ) -> tuple[AnyStats, Flag, list[Loss], Update]:
         """Look at the gradients and update or skip.
 
-        Gives what was measured, whether it is inf, by loss too, and whether gradients are unscaled now.
+        Gives what was measured, whether it is inf, by loss too, and what the update left.
         """
         stepper, skips, wants_max = self._steppers[index], self.skip_nonfinite, self.state.needs_amax
-        unscaled_there = False
+        update = Update(False, False)
         if skips:
             measured = stepper.measure(inv_scale, wants_max)
         else:
-            measured, unscaled_there = stepper.look_and_update(inv_scale, wants_max, clip_norm)
+            measured, update = stepper.look_and_update(inv_scale, wants_max, clip_norm)
         over_ranks = partial(all_ranks, group=self._ranks.group) if skips and world_size() > 1 else None
         losses, found = settle(losses, self._steppers, index, measured, self.device, over_ranks)
         if skips:
-            unscaled_there = stepper.update(inv_scale, measured, clip_norm, found)
-        return measured, found, losses, unscaled_there
+            update = stepper.update(inv_scale, measured, clip_norm, found, clears)
+        else:
+            update = update._replace(found=found)
+        if update.norm is not None:
+            measured = measured._replace(norm=update.norm)
+        return measured, found, losses, update
 
     def _tell(
         self,
-        scale: float | Tensor,
         measured: AnyStats,
         found: bool | Tensor,
-        reason: str | None,
+        about: Mapping[str, Any],
         scheduler: Any,
         report: Report | None,
     ) -> Outcome:
@@ -451,15 +464,16 @@ class Session(Setup):
         outcome = Outcome(
             taken=finite if self.skip_nonfinite else True,
             finite=finite,
-            scale=scale,
             grad_norm=measured.norm,
             amax=measured.amax,
             step=self.steps,
-            reason=reason,
-            on_read=_when_read(self, scheduler, report),
+            on_read=_when_read(self, report),
+            **about,
         )
         self.history.append(outcome)
         self._queue.push(outcome)
+        if scheduler is not None and outcome.taken:
+            scheduler.step()
         for listener in (*self.listeners,):
             listener(self, outcome)
         return outcome
@@ -481,11 +495,10 @@ class Session(Setup):
             Outcome(taken=taken, finite=True, scale=scale, step=self.steps, on_read=_when_read(self))
         )
 
-    def _arrived(self, record: StepRecord, scheduler: Any = None, report: Report | None = None) -> None:
-        """Count, warn and advance the scheduler once what a step did is known on the host."""
+    def _arrived(self, record: StepRecord, report: Report | None = None) -> None:
+        """Count and warn once what a step did is known on the host."""
         taken = record.taken
-        if scheduler is not None and taken:
-            scheduler.step()
+        self._queue.read_before(record.step or 0)
         if not taken or self.state.skips.in_row:  # a clean step after clean steps changes no count
             self.state = self.state._replace(skips=self.state.skips.counted(taken))
         if not record.finite and report is not None:
@@ -534,6 +547,7 @@ class Session(Setup):
         """
         check_state(state, self.level, self.policy)
         remembered = self.state.restored(state)
+        self._queue.forget()  # outcomes still on their way are of the state that ends here
         if "kernels" in state:
             self.kernels = kernel_choice.restored(state["kernels"], self.kernels)
         self.state = remembered
@@ -559,14 +573,12 @@ class Session(Setup):
         self.state = self.state.emptied()
 
 
-def _when_read(
-    session: Session, scheduler: Any = None, report: Report | None = None
-) -> Callable[[StepRecord], None]:
+def _when_read(session: Session, report: Report | None = None) -> Callable[[StepRecord], None]:
     """What an outcome does once it is read; it keeps no session alive, whose history holds it."""
     weak = weakref.ref(session)
 
     def arrived(record: StepRecord) -> None:
         if (alive := weak()) is not None:
-            alive._arrived(record, scheduler, report)
+            alive._arrived(record, report)
 
     return arrived

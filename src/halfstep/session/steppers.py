@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,12 +28,25 @@ from halfstep.gradients.unscale import unscale_
 from halfstep.optim.loading import HasMasters
 from halfstep.optim.masters import MasterWeights, weight_of
 from halfstep.policy.levels import LOW_DTYPES
-from halfstep.trees import gradients_of, needs_closure, parameters_of
+from halfstep.scaling.grad_scaler import attributes_kept
+from halfstep.torch_private import foreach_mul_, takes_scale_and_flag
+from halfstep.trees import gradients_of, home_device, move_to, needs_closure, parameters_of, scalar_on
 
 
 def weights_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """The model's weights that an optimizer updates, in order; not the masters in its groups."""
     return [weight_of(p) for group in optimizer.param_groups for p in group["params"]]
+
+
+class Update(NamedTuple):
+    """What an update left."""
+
+    unscaled: bool
+    """Whether the gradients lie unscaled."""
+    found: bool | Tensor
+    """Whether it was skipped, on the host where that was read."""
+    norm: float | Tensor | None = None
+    """What the gradients were clipped by, where it is not what was measured."""
 
 
 class Stepper:
@@ -59,14 +72,22 @@ class Stepper:
         raise NotImplementedError
 
     def update(
-        self, inv_scale: Tensor | None, measured: AnyStats, clip_norm: float | None, found_inf: bool | Tensor
-    ) -> bool:
-        """Unscale, clip and update, or skip where `found_inf` is set; whether the gradients lie unscaled."""
+        self,
+        inv_scale: Tensor | None,
+        measured: AnyStats,
+        clip_norm: float | None,
+        found_inf: bool | Tensor,
+        clears: bool = True,
+    ) -> Update:
+        """Unscale, clip and update, or skip where `found_inf` is set.
+
+        `clears`: the gradients are dropped afterwards, so that nobody asks whether they lie unscaled.
+        """
         raise NotImplementedError
 
     def look_and_update(
         self, inv_scale: Tensor | None, needs_amax: bool, clip_norm: float | None
-    ) -> tuple[AnyStats, bool]:
+    ) -> tuple[AnyStats, Update]:
         """`measure` and `update` in one, for a step that is taken whatever is found."""
         measured = self.measure(inv_scale, needs_amax)
         return measured, self.update(inv_scale, measured, clip_norm, False)
@@ -129,24 +150,29 @@ class OnePassStepper(Stepper):
         return on_host_if_cpu(self.optimizer.measure(inv_scale=inv_scale))
 
     def update(
-        self, inv_scale: Tensor | None, measured: AnyStats, clip_norm: float | None, found_inf: bool | Tensor
-    ) -> bool:
+        self,
+        inv_scale: Tensor | None,
+        measured: AnyStats,
+        clip_norm: float | None,
+        found_inf: bool | Tensor,
+        clears: bool = True,
+    ) -> Update:
         """One pass of the optimizer's own kernels over weights, gradients and states."""
         if self.releases:
             self.optimizer.release.clip_norm = clip_norm
         clip = None if clip_norm is None else Clip(measured.norm, clip_norm)
         self.optimizer.step(inv_scale=inv_scale, clip_coef=clip, found_inf=found_inf)
-        return False
+        return Update(False, found_inf)
 
     def look_and_update(
         self, inv_scale: Tensor | None, needs_amax: bool, clip_norm: float | None
-    ) -> tuple[AnyStats, bool]:
+    ) -> tuple[AnyStats, Update]:
         """One pass over gradients, weights and states, where the optimizer has one; clipped, one look."""
         if self.norm_group is not None or self.releases:
             return super().look_and_update(inv_scale, needs_amax, clip_norm)
         found: list[AnyStats] = []
         self.optimizer.step(inv_scale=inv_scale, found_inf=False, look=found, clip_norm=clip_norm)
-        return on_host_if_cpu(found[0]), False
+        return on_host_if_cpu(found[0]), Update(False, False)
 
     def unscale(self, inv_scale: Tensor) -> Tensor:
         """Multiply the gradients by `inv_scale` where they lie, in fp32; a 0-d flag: one was not finite."""
@@ -163,7 +189,10 @@ class OnePassStepper(Stepper):
 
 
 class TorchStepper(Stepper):
-    """A torch optimizer, with or without masters; skipping reads one flag."""
+    """A torch optimizer, with or without masters; where it cannot skip on the device one flag is read.
+
+    `plain`: at O0 gradients are clipped by torch's own function, by the norm that it takes.
+    """
 
     def __init__(
         self,
@@ -171,9 +200,10 @@ class TorchStepper(Stepper):
         masters: MasterWeights | None = None,
         ordered: bool = False,
         norm_group: Any = None,
+        plain: bool = False,
     ) -> None:
         super().__init__(optimizer, norm_group)
-        self._masters, self._ordered = masters, ordered
+        self._masters, self._ordered, self._plain = masters, ordered, plain
         self._needs_closure = needs_closure(optimizer)
 
     def has_gradients(self) -> bool:
@@ -194,31 +224,78 @@ class TorchStepper(Stepper):
         return on_host_if_cpu(measure_whole(self.gradients(), inv_scale, needs_amax=needs_amax))
 
     def update(
-        self, inv_scale: Tensor | None, measured: AnyStats, clip_norm: float | None, found_inf: bool | Tensor
-    ) -> bool:
-        """Unscale and clip in place, then the optimizer's own step."""
+        self,
+        inv_scale: Tensor | None,
+        measured: AnyStats,
+        clip_norm: float | None,
+        found_inf: bool | Tensor,
+        clears: bool = True,
+    ) -> Update:
+        """Unscale and clip in place, then the optimizer's own step; both within it where it takes a flag."""
+        if clears and isinstance(found_inf, Tensor) and self._skips_on_device():
+            self._flagged_step(inv_scale, measured.norm, clip_norm, found_inf)
+            return Update(True, found_inf)
         if found_inf:
-            return False
+            return Update(False, True)
         if inv_scale is not None:
             unscale_(self.gradients(), inv_scale)
-        if clip_norm is not None:
-            self._clip(measured.norm, clip_norm)
+        norm = None if clip_norm is None else self._clip(measured.norm, clip_norm)
         self.optimizer.step()
-        return True
+        return Update(True, False, norm)
 
-    def _clip(self, norm: float | Tensor, clip_norm: float) -> None:
+    def _skips_on_device(self) -> bool:
+        """Whether a flag on the device can skip the step: torch's fused optimizers, of whole parameters."""
+        if not takes_scale_and_flag(self.optimizer):
+            return False
+        state = self.optimizer.state
+        for group in self.optimizer.param_groups:
+            for p in group["params"]:
+                # The first step of torch's fused SGD leaves momentum unwritten where it is skipped.
+                begins = group.get("momentum") and state.get(p, {}).get("momentum_buffer") is None
+                if p.grad is not None and (begins or local_of(p.grad) is not p.grad):
+                    return False
+        return all(group.get("fused") for group in self.optimizer.param_groups)
+
+    def _flagged_step(
+        self, inv_scale: Tensor | None, norm: float | Tensor, clip_norm: float | None, found_inf: Tensor
+    ) -> None:
+        """A step that divides by the scale, clips and skips in its own pass, by names that torch reads."""
+        values: dict[str, Tensor] = {"found_inf": found_inf.float()}
+        factor = inv_scale
+        if clip_norm is not None:
+            coefficient = scalar_on(clip_coefficient(norm, clip_norm), torch.float32, found_inf.device)
+            factor = coefficient if inv_scale is None else move_to(inv_scale, found_inf.device) * coefficient
+        if factor is not None:
+            values["grad_scale"] = factor.reciprocal()
+        with attributes_kept(self.optimizer):
+            vars(self.optimizer).update(values)
+            self.optimizer.step()
+
+    def _clip(self, norm: float | Tensor, clip_norm: float) -> Tensor | None:
+        """Clip to a norm of `clip_norm`; returns their norm where it is not the one measured."""
         gradients = self.gradients()
         placed = any(local_of(g) is not g for g in gradients)
         sparse = any(g.is_sparse for g in gradients)
-        if not placed and not sparse and self.norm_group is None:
-            nn.utils.clip_grad_norm_(parameters_of(self.optimizer), clip_norm)
-            return
-        if not sparse and (self._ordered or not any(groups_of_shards(gradients))):
-            norm = self._norm_of_one_process(gradients)
+        whole = not placed and not sparse and self.norm_group is None
+        if whole and self._plain:
+            return nn.utils.clip_grad_norm_(parameters_of(self.optimizer), clip_norm)
+        if not whole and not sparse and (self._ordered or not any(groups_of_shards(gradients))):
+            ordered = self._norm_of_one_process(gradients)
+            norm = torch.where(ordered.isinf(), scalar_on(norm, ordered.dtype, ordered.device), ordered)
         # else what was measured: torch's own has no norm of sparse gradients, and rounds that of each shard
-        coefficient = clip_coefficient(norm, clip_norm)
-        for gradient in gradients:
-            local_of(gradient).mul_(coefficient)
+        wide = any(g.dtype in (torch.float64, torch.complex128) for g in gradients)
+        home = home_device(gradients)
+        norm = scalar_on(norm, torch.float64 if wide else torch.float32, home)
+        coefficient = scalar_on(clip_coefficient(norm, clip_norm), norm.dtype, home)
+        for device in dict.fromkeys(g.device for g in gradients):
+            factor = move_to(coefficient, device)
+            mine = [local_of(g) for g in gradients if g.device == device]
+            if sparse:
+                for gradient in mine:
+                    gradient.mul_(factor)
+            else:
+                foreach_mul_(mine, factor)
+        return None
 
     def _norm_of_one_process(self, gradients: list[Tensor]) -> Tensor:
         """What `clip_grad_norm_` takes the norm of whole gradients, of all stages, to be: the same bits."""
@@ -233,12 +310,13 @@ def steppers_of(
     optimizers: Sequence[torch.optim.Optimizer],
     masters: Mapping[int, MasterWeights],
     norm_group: Any,
+    plain: bool,
 ) -> list[Stepper]:
-    """The stepper of each optimizer; `norm_group` is `prepare`'s."""
+    """The stepper of each optimizer; `norm_group` is `prepare`'s, `plain` at O0."""
     ordered = any(is_ordered(model) for model in models)
     return [
         OnePassStepper(one, norm_group)
         if isinstance(one, HasMasters)
-        else TorchStepper(one, masters.get(index), ordered, norm_group)
+        else TorchStepper(one, masters.get(index), ordered, norm_group, plain)
         for index, one in enumerate(optimizers)
     ]

@@ -16,17 +16,21 @@ import triton.language as tl
 
 from halfstep.kernels import codes as L
 from halfstep.kernels.cuda.formats import (
+    BF16,
     BF16_STOCHASTIC,
     FP16,
     INF,
     MASK,
     STATE_FP32,
     WEYL,
+    bf16_even,
     bits_of,
     dither,
     exponent_for,
     float_of,
+    from_bf16,
     peak_of,
+    place,
     plus,
     read,
     read_grad,
@@ -355,6 +359,43 @@ def total(sums, peaks, count, inv_value, inv_scale, flags, stats, LANES: tl.cons
     tl.store(flags + 1, (top >= INF).to(tl.uint8))
     tl.store(stats, (tl.sqrt(squared) * inverse).to(tl.float32))
     tl.store(stats + 1, float_of(top) * inverse)
+
+
+# ---- masters of torch's optimizers ----------------------------------------------------------------------
+
+
+@triton.jit
+def refresh_tile(master, weight, start, live, KIND: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr):
+    lane = tl.arange(0, TILE)
+    w = read(master, start, lane, live, tl.float32, ALIGNED)
+    if KIND == BF16:
+        half = from_bf16(read(weight, start, lane, live, tl.int16, ALIGNED))
+        rounded = from_bf16(bf16_even(w))
+    else:
+        half = read(weight, start, lane, live, tl.float16, ALIGNED).to(tl.float32)
+        rounded = w.to(tl.float16).to(tl.float32)
+    changed = rounded != half
+    if live is not None:
+        changed = changed & live
+    tl.store(place(master, start, lane, tl.float32, ALIGNED), half, mask=changed)
+
+
+@triton.jit
+def refresh(table, items, KIND: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr):
+    """Give fp32 masters the values of 16-bit weights that are not their rounding (ties to even).
+
+    One work item (pair, start, count) a program; a pair is the addresses of a master and of its weight.
+    """
+    item = items + tl.program_id(0) * 3
+    p, start = tl.load(item), tl.load(item + 1)
+    end = start + tl.load(item + 2)
+    master, weight = tl.load(table + p * 2), tl.load(table + p * 2 + 1)
+    whole = start + (end - start) // TILE * TILE
+    for at in range(start, whole, TILE):
+        refresh_tile(master, weight, at, None, KIND, ALIGNED, TILE)
+    if whole < end:
+        live = tl.arange(0, TILE) < end - whole
+        refresh_tile(master, weight, whole, live, KIND, ALIGNED, TILE)
 
 
 # ---- the loss scale -------------------------------------------------------------------------------------
