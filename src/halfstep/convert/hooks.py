@@ -26,6 +26,7 @@ from halfstep.policy.ops import Rule
 from halfstep.policy.policy import Policy
 from halfstep.torch_private import (
     BatchNorm,
+    Convolution,
     InstanceNorm,
     NormWithStatistics,
     flat_weights,
@@ -96,7 +97,7 @@ class CastToWeight:
 
 
 WITH_KERNELS = (
-    *(nn.Linear, nn.Bilinear, nn.modules.conv._ConvNd, nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention),
+    *(nn.Linear, nn.Bilinear, Convolution, nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention),
     *(nn.PReLU, nn.EmbeddingBag, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, NormWithStatistics),
 )
 """Modules of torch whose kernels want weights and inputs of one dtype."""
