@@ -45,7 +45,7 @@ class LateErrors:
         return self._flags[device]
 
     def check(self) -> None:
-        """Begin a step: raise MasterRangeError if a flag was set that the step before the last one sent.
+        """Begin a step: raise MasterRangeError if a flag that the step before the last sent is set.
 
         While a graph is captured it does nothing.
         """
@@ -58,7 +58,7 @@ class LateErrors:
             raise MasterRangeError(RANGE)
 
     def send(self) -> None:
-        """End a step: send the flags, which have arrived by the step after the next one; not under capture."""
+        """End a step: send the flags, to be read two steps later; not under capture."""
         if self._flags and not any(map(cuda.capturing, self._flags)):
             self._sent.append([send_to_host(flag) for flag in self._flags.values()])
 
