@@ -116,6 +116,7 @@ LOOK_UPS: dict[str, tuple[Callable[[Tensor], Tensor], tuple[int, ...]]] = {
     "index_select of one": (lambda w: w.index_select(0, INDEX), (5,)),
     "gather": (lambda w: w.gather(0, INDEX[:, None].expand(-1, 4)), (5, 4)),
     "take_along_dim": (lambda w: torch.take_along_dim(w, INDEX[:, None], 0), (5, 4)),
+    "take": (lambda w: w.take(INDEX), (5, 4)),
     "bag, sum": (lambda w: F.embedding_bag(INDEX.view(-1, 4), w, mode="sum"), (5, 4)),
     "bag, mean": (lambda w: F.embedding_bag(INDEX.view(1, -1), w, mode="mean"), (5, 4)),
     "bag, max": (lambda w: F.embedding_bag(INDEX.view(-1, 4), w, mode="max"), (5, 4)),
@@ -159,6 +160,7 @@ FORWARD: dict[str, Callable[[Tensor], Tensor]] = {
         s.new_zeros(2, 4).index_reduce(0, INDEX * 0, s, "mean", include_self=False) * USES
     ),
     "segment_reduce": lambda s: torch.segment_reduce(s, "sum", lengths=torch.tensor([USES])),
+    "bilinear": lambda s: F.bilinear(s[:1, :1].expand(1, USES), s[:1, :1], s[:, :1].reshape(1, USES, 1)),
     "histc": lambda s: torch.histc(s[:, 0], 1, 0, 2),
     "sparse.mm": lambda s: torch.sparse.mm(
         torch.sparse_coo_tensor(torch.stack([INDEX * 0, torch.arange(USES)]), torch.ones(USES), (2, USES)), s

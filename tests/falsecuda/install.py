@@ -14,6 +14,7 @@ from typing import Any
 from tests.falsecuda import build, control
 
 SOURCE = build.ROOT / "src"
+TESTS_DEVICE = "HALFSTEP_TESTS_DEVICE"  # where tests that say nothing of devices put their tensors
 
 
 def install() -> None:
@@ -23,6 +24,8 @@ def install() -> None:
     assert "torch" not in sys.modules, "install the false CUDA device before torch is imported"
     os.environ["TRITON_INTERPRET"] = "1"
     control.load(str(build.library()))
+    if TESTS_DEVICE in os.environ:
+        control.library().falsecuda_host_generators_too(1)
     sys.meta_path.insert(0, _Around())
 
 

@@ -39,6 +39,6 @@ def test_what_is_written_for_the_device():
 
 
 @pytest.mark.skipif(bool(NO_DEVICE), reason=NO_DEVICE)
-@pytest.mark.parametrize("group", selection.GROUPS)
+@pytest.mark.parametrize("group", list(selection.GROUPS))
 def test_ordinary_tests_pass_with_their_tensors_on_the_device(group: str):
     run("--default-device", "cuda", "-m", "not exhaustive and not long", *selection.GROUPS[group])

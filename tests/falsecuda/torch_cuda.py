@@ -216,6 +216,7 @@ class _TensorType(type):
 def complete() -> None:
     """Do what must be done once torch is imported."""
     torch.cuda.FloatTensor = _TensorType("FloatTensor", (), {"dtype": torch.float32})  # type: ignore[misc]
+    torch.backends.cudnn.is_acceptable = lambda tensor: False  # type: ignore[assignment]
     torch.cuda.nccl.is_available = lambda tensors: True
     torch.cuda.nccl.version = lambda: (2, 27, 0)
     _make_storages()

@@ -33,7 +33,7 @@ def capture(monkeypatch: pytest.MonkeyPatch):
 
     def begin(*owners: Any) -> None:
         for owner in owners:
-            monkeypatch.setattr(owner, "device", torch.device("cuda", 0))
+            monkeypatch.setattr(type(owner), "device", torch.device("cuda", 0))
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
 
     return begin

@@ -342,6 +342,11 @@ def _index_select(call: Call, x: Tensor, dim: int, index: Tensor) -> Tensor:
     return call(x.to(F32), dim, index).to(x.dtype)
 
 
+def _take(call: Call, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Run a look-up on an fp32 copy where the gradient of a 16-bit tensor is a sum of its uses."""
+    return widened(call, x, *args, **kwargs) if _trains(x) else call(x, *args, **kwargs)
+
+
 def _embedding_bag(
     call: Call,
     table: Tensor,
@@ -375,6 +380,7 @@ _SUMS: Mapping[str, Callable[..., Any]] = {
     "embedding_bag": _embedding_bag,
     "index": _index,
     "index_select": _index_select,
+    "take": _take,
     "index_put": functools.partial(_accumulated, widened),
     "index_put_": functools.partial(_accumulated, _in_place),
     **dict.fromkeys(("gather", "scatter_add", "scatter_reduce"), functools.partial(_scattered, widened)),

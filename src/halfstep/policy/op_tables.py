@@ -205,7 +205,7 @@ HALFSTEP: Groups = (
 _SUMS_BY_INDEX = (
     "index index_select index_add index_add_ index_put index_put_ index_reduce index_reduce_ segment_reduce"
     " histc"
-    " gather scatter_add scatter_add_ scatter_reduce scatter_reduce_"
+    " take bilinear gather scatter_add scatter_add_ scatter_reduce scatter_reduce_"
 )
 # Ops whose 16-bit kernels add in 16 bits, forward or for a gradient: a sum of ones in bf16 stops at 256.
 # CPU: measured with torch 2.13 (tests/laws/test_law_18_long_sums.py finds them).
