@@ -4,6 +4,7 @@ On a CPU scalars are Python numbers. On an accelerator step counts, scale, clip 
 tensors and nothing is read back; the one error that needs a value travels by asynchronous copy.
 """
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any, cast
@@ -35,7 +36,7 @@ class LateErrors:
 
     def __init__(self) -> None:
         self._flags: dict[torch.device, Tensor] = {}
-        self._sent: list[AsyncCopy] = []
+        self._sent: deque[list[AsyncCopy]] = deque()
 
     def flag(self, device: torch.device) -> Tensor:
         """The device's flag, a 0-d int32: what is not 0 stays so until it was raised."""
@@ -44,18 +45,22 @@ class LateErrors:
         return self._flags[device]
 
     def check(self) -> None:
-        """Begin a step: raise MasterRangeError if a flag of two steps ago was set, send the last step's.
+        """Begin a step: raise MasterRangeError if a flag that the step before the last sent is set.
 
         While a graph is captured it does nothing.
         """
-        if not self._flags or any(map(cuda.capturing, self._flags)):
+        if len(self._sent) < 2 or any(map(cuda.capturing, self._flags)):
             return
-        due, self._sent = self._sent, [send_to_host(flag) for flag in self._flags.values()]
-        if any(bool(copy.wait()) for copy in due):
-            self._sent = []
+        if any(bool(copy.wait()) for copy in self._sent.popleft()):
+            self._sent.clear()
             for flag in self._flags.values():
                 flag.zero_()
             raise MasterRangeError(RANGE)
+
+    def send(self) -> None:
+        """End a step: send the flags, to be read two steps later; not under capture."""
+        if self._flags and not any(map(cuda.capturing, self._flags)):
+            self._sent.append([send_to_host(flag) for flag in self._flags.values()])
 
 
 def number(value: Factor) -> float:

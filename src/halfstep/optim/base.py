@@ -251,6 +251,7 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
         self._update(self._bundles(), **options)
         if self.release is not None:
             self.release.finish(any(arguments.limits_of(self.param_groups, self.release.clip_norm)))
+        self._late.send()
         return loss
 
     def _combined(self, found: list[tuple[Any, float, float]], inv_scale: Scalar) -> HostStats:
