@@ -12,6 +12,7 @@ from halfstep.policy.ops import TABLES, OpRow, Rule
 _MEANINGS: Mapping[Rule, str] = MappingProxyType(
     {
         Rule.LOW: "inputs are cast to the compute dtype (fp16 or bf16)",
+        Rule.FP32_OUT: "inputs are cast to the compute dtype, sums and result fp32 (by an edit or a plan)",
         Rule.FULL: "runs in fp32 and gives fp32",
         Rule.KEEP: "runs in the dtype of its first floating input; fp32 weights beside it are welcome",
         Rule.WIDEST: "mixed inputs go to the widest floating dtype among them",

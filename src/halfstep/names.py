@@ -5,6 +5,7 @@ State is keyed by these names (law 11, ARCHITECTURE.md). Nothing here knows abou
 
 from collections import Counter
 from collections.abc import Iterable
+from fnmatch import fnmatchcase
 
 from torch import nn
 
@@ -35,3 +36,16 @@ def unwrap(model: nn.Module) -> nn.Module:
     """The module that a compiled module (`torch.compile`) wraps, or the module itself."""
     inner = model._modules.get("_orig_mod")
     return model if inner is None else unwrap(inner)
+
+
+NORMALISATIONS = ("_NormBase", "GroupNorm", "*LayerNorm", "*RMSNorm")
+"""Globs over class names: under these torch and the model libraries keep normalisation layers."""
+
+
+def is_normalisation(module: nn.Module) -> bool:
+    """Whether a module is a normalisation layer, by its class's name or a base's.
+
+    Level O2 keeps the weights of such modules in fp32; of any other class a rule of a plan says so.
+    """
+    names = [base.__name__ for base in type(module).__mro__]
+    return any(fnmatchcase(name, pattern) for name in names for pattern in NORMALISATIONS)

@@ -209,7 +209,6 @@ PYTHON = {
     "plan that matches nothing": (wrong_plan, r"'decoder\.\*'.*match"),
     "layout": (lambda: amp(layout="nhwc"), r"layout='nhwc'.*channels_last"),
     "on_nonfinite": (lambda: amp(on_nonfinite="stop"), r"on_nonfinite='stop'.*raise"),
-    "accumulate": (lambda: amp("O2", accumulate="bf16"), r"accumulate='bf16'.*fp32"),
     "max_skips 0": (lambda: amp(max_skips=0), r"max_skips must be an integer of at least 1, got 0"),
     "auto without step": (lambda: hs.prepare(net(), level="auto"), r"step="),
     "step without backward": (no_backward, r"found no gradients"),

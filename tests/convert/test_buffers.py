@@ -1,4 +1,4 @@
-"""Buffers of the model's own at 16-bit levels: never silently stuck, and fp32 where a plan names them."""
+"""Buffers are data: levels leave them alone, and what a plan stores in 16 bits is never silently stuck."""
 
 import warnings
 
@@ -64,7 +64,7 @@ def trained(write, steps, plan=None, level="O2"):
 @pytest.mark.parametrize("write", [in_place, through_data, replaced])
 @pytest.mark.parametrize("level", ["O2", "O3"])
 def test_a_low_buffer_that_training_changes_is_told_once_by_name(write, level):
-    model, told = trained(write, 6, level=level)
+    model, told = trained(write, 6, hs.Plan([hs.PlanRule("**", dtype="bf16")]), level)
     assert model.seen.dtype == torch.bfloat16
     assert len(told) == 1
     assert "'seen', 'center'" in told[0]
@@ -96,9 +96,18 @@ def test_a_buffer_that_is_changed_once_says_nothing():
     assert trained(once, 6)[1] == []
 
 
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_levels_leave_buffers_as_they_are(level):
+    model, told = trained(in_place, ROUNDS, level=level)
+    assert told == []
+    assert model.seen.item() == ROUNDS
+    torch.testing.assert_close(model.center, torch.full((4,), 1 - 0.999**ROUNDS))
+    assert (model.table.dtype, model.line.weight.dtype) == (torch.float32, torch.bfloat16)
+
+
 def test_the_cure_named_moves_the_buffers_exactly():
-    rules = [hs.PlanRule("seen", dtype="fp32"), hs.PlanRule("**.center", dtype="fp32")]
-    model, told = trained(in_place, ROUNDS, hs.Plan(rules))
+    rules = [hs.PlanRule(name, dtype="fp32") for name in ("seen", "**.center")]
+    model, told = trained(in_place, ROUNDS, hs.Plan([*rules, hs.PlanRule("**", dtype="bf16")]))
     assert told == []
     assert model.seen.item() == ROUNDS
     torch.testing.assert_close(model.center, torch.full((4,), 1 - 0.999**ROUNDS))

@@ -111,7 +111,10 @@ def accumulating(rank, whole_process):
 
 
 def accumulated(rank, dtype, whole_process):
-    """Each rank adds its own micro-batches before any is sent; one process does the same with both sums."""
+    """Each rank adds its own micro-batches before any is sent; one process does the same with both sums.
+
+    What is not sent yet adds up in fp32; it is rounded for the pass that DDP sends, and with it.
+    """
     model = net()
     optimizer = optimizer_of("ours", model, "fp32")
     ranks = [0, 1] if whole_process else [rank]
@@ -121,15 +124,19 @@ def accumulated(rank, dtype, whole_process):
     for step in range(4):
         sums = []
         for one in ranks:
-            model.zero_grad()
+            parts = []
             for part in range(PARTS):
-                last = whole_process or part == PARTS - 1
-                with nullcontext() if last else wrapped.no_sync():
+                if whole_process:
+                    model.zero_grad()
+                with nullcontext() if whole_process or part == PARTS - 1 else wrapped.no_sync():
                     batch = micro_batch(PARTS * step + part, one)
                     amp.backward(loss_of(amp, wrapped, batch, PARTS * len(ranks)))
-            sums.append([p.grad for p in model.parameters()])
-        for p, first, *others in zip(model.parameters(), *sums):
-            p.grad = first + others[0] if others else first
+                parts.append([p.grad.clone() for p in model.parameters()])
+            sums.append(
+                [sum(g.float() for g in before).to(last.dtype) + last for *before, last in zip(*parts)]
+            )
+        for p, *both in zip(model.parameters(), *sums) if whole_process else ():
+            p.grad = both[0] + both[1]
         amp.step(clip_norm=0.5)
     return values_of(model, optimizer)
 

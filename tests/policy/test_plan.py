@@ -203,10 +203,12 @@ RULES = st.builds(
     PlanRule,
     pattern=PATTERNS,
     dtype=st.sampled_from([FP32, FP16, BF16]),
-    rule=st.sampled_from([None, Rule.FULL, Rule.LOW, Rule.KEEP]),
+    rule=st.sampled_from([None, Rule.LOW, Rule.KEEP]),
     reason=TEXT,
     ops=st.dictionaries(st.sampled_from(["exp", "sum", "linear"]), st.sampled_from(list(Rule)), max_size=2),
     required=st.booleans(),
+    output=st.sampled_from([None, FP32, BF16]),
+    buffers=st.booleans(),
 )
 
 
@@ -231,7 +233,10 @@ def test_toml_round_trips(rules: list[PlanRule]) -> None:
         ("[[rule]]\npattern = 'a'\ndtpye = 'fp32'", "unknown key 'dtpye': did you mean 'dtype'"),
         ("[[rule]]\npattern = 'a'\ndtype = 32", "dtype must be a str, given 32"),
         ("[[rule]]\npattern = 'a'\ndtype = 'fp31'", "rule 1 of the plan: unknown number format"),
-        ("[[rule]]\npattern = 'a'\nrule = 'slow'", "unknown rule 'slow': expected one of low, full"),
+        (
+            "[[rule]]\npattern = 'a'\nrule = 'slow'",
+            "unknown rule 'slow': expected one of low, fp32_out, full",
+        ),
         ("[[rule]]\npattern = 'a'\nops = {exp = 3}", "unknown rule 3"),
     ],
 )

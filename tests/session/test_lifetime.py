@@ -130,7 +130,6 @@ def test_nothing_is_alive_after_training_by_a_plan(level):
 
 
 def test_nothing_is_alive_after_further_options():
-    assert alive(train("O2 bf16", "torch", accumulate="fp32")) == {}
     assert alive(train("O2 fp16", loss_scale="headroom")) == {}
 
 

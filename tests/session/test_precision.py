@@ -33,7 +33,7 @@ def test_one_frozen_value():
             (StaticLossScale(8.0), DynamicLossScale()),
             "full",
         ),
-        ("O3", "bf16", None, "none", (NoLossScale(),), "low"),
+        ("O3", "bf16", None, "none", (NoLossScale(),), "as computed"),
         ("O0", None, None, None, (NoLossScale(),), "as computed"),
     ],
 )

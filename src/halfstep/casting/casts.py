@@ -14,8 +14,9 @@ from typing import Any, cast
 
 import torch
 
+from halfstep.casting.fp32_out import PRODUCTS
 from halfstep.casting.kernel_choice import KernelTable
-from halfstep.casting.kernel_runners import CASTABLE, chosen, tensors_of
+from halfstep.casting.kernel_runners import CASTABLE, PLAIN, chosen, tensors_of
 from halfstep.casting.long_sums import with_fp32_sums
 from halfstep.casting.saved_low import SavedLow
 from halfstep.errors import BannedOpError
@@ -143,6 +144,8 @@ def runner(
             return rounded if slow else low
         straight = site.native.call_boxed if casts_in_cpp else None
         return chosen(site.op.name(), compute, kernels, site.under, low, rounded, straight)
+    if rule is Rule.FP32_OUT:
+        return _fp32_out_runner(site, compute)
     if rule is Rule.FULL:
         if native is Rule.FULL:
             return None
@@ -218,8 +221,11 @@ def _native_low_runner(site: OpOnDevice, compute: torch.dtype) -> Runner:
     return run
 
 
-def _slow_runner(site: OpOnDevice, compute: torch.dtype) -> Runner:
-    """fp32 arithmetic on values rounded to `compute`: what a tensor core does (see `saved_low.py`)."""
+def _slow_runner(site: OpOnDevice, compute: torch.dtype, rounds_result: bool = True) -> Runner:
+    """fp32 arithmetic on values rounded to `compute`: what a tensor core does (see `saved_low.py`).
+
+    Without `rounds_result` the result, and the gradient that comes back for it, stay in fp32.
+    """
     device_type, to_compute = site.device_type, _caster(site.device_type, compute)
 
     def widen(saved: SavedLow, t: torch.Tensor) -> torch.Tensor:
@@ -229,18 +235,43 @@ def _slow_runner(site: OpOnDevice, compute: torch.dtype) -> Runner:
         return saved.remember(low.to(_F32), low)
 
     def narrow(out: Any) -> Any:
-        return out.to(compute) if isinstance(out, torch.Tensor) and out.dtype is _F32 else out
+        narrows = rounds_result and isinstance(out, torch.Tensor) and out.dtype is _F32
+        return out.to(compute) if narrows else out
 
     def run(_: Any, args: Args, kwargs: Kwargs) -> Any:
         if wide := _dtypes(args, kwargs) & _WIDE:
             return _run_wide(site, wide, args, kwargs)
         if functorch_level() is not None:
             # Function transforms run this once for each of their levels: only plain casts bear that.
-            return _cast_below(site, compute, args, kwargs)
+            if rounds_result:
+                return _cast_below(site, compute, args, kwargs)
+            return _cast_below(site, _F32, *_map(args, kwargs, to_compute))
         saved = SavedLow()
         with saved:
             out = site.below(*_map(args, kwargs, functools.partial(widen, saved)))
         return tuple(narrow(o) for o in out) if isinstance(out, (tuple, list)) else narrow(out)
+
+    return run
+
+
+def _fp32_out_runner(site: OpOnDevice, compute: torch.dtype) -> Runner:
+    """16-bit inputs, fp32 sums and result: by CUDA's own products where it has them, else fp32 arithmetic.
+
+    Products of 16-bit numbers are exact in fp32 (and in TF32, which holds all bits of bf16 and fp16), so the
+    two differ in the order of their sums alone.
+    """
+    in_fp32, product = _slow_runner(site, compute, rounds_result=False), PRODUCTS.get(site.name)
+    if site.device_type != "cuda" or product is None:
+        return in_fp32
+    to_compute = _caster(site.device_type, compute)
+
+    def run(keyset: Any, args: Args, kwargs: Kwargs) -> Any:
+        plain = functorch_level() is None and all(type(t) in PLAIN for t in tensors_of(args))
+        if plain and not kwargs and not _dtypes(args, kwargs) - CASTABLE:
+            out = site.under(product, *_map(args, kwargs, to_compute)[0])
+            if out is not NotImplemented:
+                return out
+        return in_fp32(keyset, args, kwargs)
 
     return run
 

@@ -80,9 +80,12 @@ def cast_arguments(row: OpRow, compute: torch.dtype, args: Args, kwargs: Kwargs)
         target = cast("torch.dtype", widest(dtypes))
     else:
         target = compute
+    wide_out = row.rule is Rule.FP32_OUT and target is compute
 
     def change(value: Any) -> Any:
-        return value.to(target) if isinstance(value, torch.Tensor) and value.dtype in CASTABLE else value
+        if not isinstance(value, torch.Tensor) or value.dtype not in CASTABLE:
+            return value
+        return value.to(compute).to(_F32) if wide_out else value.to(target)
 
     return pytree.tree_map(change, (tuple(args), dict(kwargs)))
 

@@ -23,7 +23,7 @@ from halfstep.torch_private import functorch_level, in_forward_ad, is_jit_tracin
 
 Runner = Callable[[Any, Args, Mapping[str, Any]], Any]
 
-_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 # What rules may change. fp64 is asked for on purpose, fp8 carries its scale elsewhere, complex has no 16-bit
 # twin.
 CASTABLE = frozenset({torch.float16, torch.bfloat16, torch.float32})
@@ -81,7 +81,7 @@ def _whole_class(name: str, args: Args, dtype: torch.dtype, known: bool) -> OpCl
 def rounds_whole(table: KernelTable, name: str, args: Args, dtype: torch.dtype) -> bool:
     """Whether an op (by its overload's name) is rounded around fp32, forward and backward alike."""
     tensors = tensors_of(args)
-    known = all(type(t) in _PLAIN for t in tensors)
+    known = all(type(t) in PLAIN for t in tensors)
     cls = _whole_class(name, args, dtype, known)
     if cls is None:
         return table.choose(OpClass(name, dtype_name(dtype), "", "", 0), "*").forward != "native"
@@ -99,7 +99,7 @@ def _key(args: Any, kwargs: Mapping[str, Any]) -> tuple[Any, ...] | None:
     parts: list[Any] = [_grad(), _threads()]
     for a in args:
         kind = type(a)
-        if kind in _PLAIN:
+        if kind in PLAIN:
             parts += (a.shape, a.dtype, a.requires_grad, a.layout, a.is_contiguous() or a.stride())
         elif kind in _SIMPLE:
             parts.append(a)

@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from halfstep.casting.kernel_runners import _PLAIN, tensors_of
+from halfstep.casting.kernel_runners import PLAIN, tensors_of
 from halfstep.casting.kinds.kind import Grads
 from halfstep.casting.saved_low import SavedLow
 from halfstep.policy.op_tables import sums_in_16_bits
@@ -50,7 +50,7 @@ def _trains(*tensors: Any) -> bool:
 def _has_function(*tensors: Any) -> bool:
     """Whether a Function of ours can stand for the op: function transforms and tracers take plain casts."""
     strange = functorch_level() is not None or in_forward_ad() or is_jit_tracing()
-    return not strange and all(type(t) in _PLAIN for t in tensors if isinstance(t, Tensor))
+    return not strange and all(type(t) in PLAIN for t in tensors if isinstance(t, Tensor))
 
 
 # --- any op ------------------------------------------------------------------------------------------------
@@ -94,7 +94,7 @@ def _index_added(run: Callable[..., Any], call: Call, x: Tensor, *args: Any, **k
 
 def _scattered(run: Callable[..., Any], call: Call, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Run a scatter or gather as `run` does, but on eager CPU tensors, whose kernels add in fp32."""
-    is_right = x.device.type == "cpu" and type(x) in _PLAIN
+    is_right = x.device.type == "cpu" and type(x) in PLAIN
     return call(x, *args, **kwargs) if is_right else run(call, x, *args, **kwargs)
 
 

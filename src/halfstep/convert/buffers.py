@@ -31,6 +31,11 @@ def recomputed(module: nn.Module, key: str) -> bool:
     )
 
 
+def follows_weight(module: nn.Module, key: str) -> bool:
+    """Whether a level stores a buffer as the weight, since a kernel of torch takes both in one dtype."""
+    return isinstance(module, NormWithStatistics) or recomputed(module, key)
+
+
 class LowBuffers:
     """What one conversion made of the model's buffers.
 

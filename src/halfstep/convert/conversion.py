@@ -16,10 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from halfstep import devices
-from halfstep.convert.buffers import LowBuffers
+from halfstep.convert.buffers import LowBuffers, follows_weight
 from halfstep.convert.hooks import (
+    FP32_OUT_OPS,
+    WITH_KERNELS,
     CastInputs,
     CastOutputs,
+    CastToWeight,
     Exact,
     Inside,
     Power,
@@ -46,9 +49,10 @@ from halfstep.convert.sharded import (
 from halfstep.errors import ConfigError, PlanError, UnsupportedError
 from halfstep.formats import dtype_name, parse_dtype
 from halfstep.names import fqns, unwrap
-from halfstep.policy.levels import Level, level_of
+from halfstep.policy.levels import LOW_DTYPES, Level, level_of
 from halfstep.policy.ops import Rule
 from halfstep.policy.plan import Plan, PlanRule
+from halfstep.policy.policy import Policy
 from halfstep.trees import compute_device
 
 _CONVERTED: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
@@ -196,12 +200,14 @@ def convert(
 ) -> Conversion:
     """Convert a model in place to a level ("O2"), a plan, or a level with a plan on top; returns the record.
 
-    At O2 floating parameters and buffers become `dtype`, those of normalisation layers stay fp32, floating
-    inputs of the model are cast to `dtype` and outputs to fp32. At O3 nothing is spared. At both orthogonal
-    parametrizations compute in fp32, for want of 16-bit kernels. O0 and O1 change nothing. A plan says it by
-    module path; a module whose dtype differs from that of the module above gets casts at its edges, except
-    torch's own norms where their kernels mix dtypes. Integer tensors, complex numbers and 8-bit floats are
-    untouched, gradients follow their parameters, modules with `to_float` keep what it asked for.
+    At O2 floating parameters become `dtype`, those of normalisation layers stay fp32, and the model's
+    floating outputs are cast to fp32. At O3 all parameters become `dtype`. At both orthogonal
+    parametrizations compute in fp32, for want of 16-bit kernels. O0 and O1 change nothing. Inputs and buffers
+    are data and keep their dtype: they are cast where they meet a 16-bit op, by its rule in a region, to the
+    dtype of its weight outside of one. (Statistics of normalisations and vectors of spectral norms follow
+    their weights.) A plan says it by module path; a module in fp32 computes in fp32 and gives fp32. Integer
+    tensors, complex numbers and 8-bit floats are untouched, gradients follow their parameters, modules with
+    `to_float` keep what it asked for.
 
     Args:
         model: any module, before DDP; a compiled one is looked into.
@@ -226,7 +232,7 @@ def convert(
     level, low = _read(plan_or_level, dtype, inner)
     base = plan_or_level if isinstance(plan_or_level, Plan) else Plan.for_level(cast(Level, level), low)
     rules = base + (plan or Plan.empty())
-    changes = bool(plan) or level is None or level.param_role != "full" or level.cast_inputs
+    changes = bool(plan) or level is None or level.param_role != "full"
     _check_model(inner, any(rule.dtype is not None for rule in rules.rules), changes)
     resolved = rules.resolve(inner)
     shown = f"{level.name} in {dtype_name(low)}" if level else f"a plan of {len(rules)} rules"
@@ -331,6 +337,8 @@ class _Casting:
             for what, key, tensor in own_tensors(module):
                 named = self.resolved.get(f"{path}.{key}".lstrip("."), rule) if what == "buffer" else rule
                 dtype, why = (named.dtype, named.reason) if named else (None, "")
+                if what == "buffer" and named and not named.buffers and not follows_weight(module, key):
+                    continue
                 if own_dtype(module) is not None:
                     dtype, why = tensor.dtype, "to_float casts it in use"
                 if dtype is None:
@@ -367,39 +375,78 @@ class _Casting:
                 module.flatten_parameters()
 
     def _edges(self, path: str, module: nn.Module) -> None:
-        """Casts where a module's dtype differs from that of the module above, or its ops have a rule."""
+        """Hang on a module what its rule asks for: a dtype to compute in, edits of ops, casts."""
         rule = self.resolved.get(path)
         above = self.resolved.get(path.rpartition(".")[0]) if path else None
-        if rule is not None and self._inside(path, module, rule, above):
-            return
+        computes = None if rule is None else self._computes(rule, above)
+        if rule is None or own_dtype(module) is not None:
+            pass
+        elif computes is not None:
+            self._compute_in(path, module, rule, computes, above)
+        elif rule.dtype in LOW_DTYPES and isinstance(module, WITH_KERNELS):
+            hook = CastToWeight(self.record._power, rule.dtype)
+            self.record._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+        if rule is not None and rule is not above:
+            self._edit_ops(path, module, rule)
+        if not path:
+            self._root_output(module)
+        elif computes is None:
+            self._storage_edges(path, module, rule, above)
+
+    def _computes(self, rule: PlanRule, above: PlanRule | None) -> Rule | None:
+        """What the ops of a module do; inside one that computes in fp32, 16-bit weights mean LOW."""
+        inside_fp32 = above is not None and rule is not above and above.computes is Rule.FULL
+        return Rule.LOW if rule.computes is None and inside_fp32 and rule.dtype == self.low else rule.computes
+
+    def _compute_in(
+        self, path: str, module: nn.Module, rule: PlanRule, computes: Rule, above: PlanRule | None
+    ) -> None:
+        edge, dtype = rule is not above, {Rule.FULL: torch.float32, Rule.LOW: self.low}.get(computes)
+        if edge or any(t.dtype != dtype for _, _, t in own_tensors(module)):
+            self.record._handles += Inside(self.record._power, dtype, edge=edge).attach(module)
+            self._note(path, f"ops {computes.value}", None, dtype, rule.reason)
+        if edge and rule.output is not None and rule.output != dtype:
+            self._cast("outputs", path, module, rule.output, rule.reason)
+
+    def _edit_ops(self, path: str, module: nn.Module, rule: PlanRule) -> None:
+        edits = dict(rule.ops)
+        if rule.output == torch.float32 and rule.computes is not Rule.FULL:
+            edits = {**dict.fromkeys(FP32_OUT_OPS, Rule.FP32_OUT), **edits}
+            self._cast("outputs", path, module, torch.float32, rule.reason)
+        if edits:
+            level_low = self.level is not None and self.level.param_role == "low"
+            stored_low = level_low or rule.dtype == self.low
+            outside = Policy(compute_dtype=self.low, table="low") if stored_low else None
+            self.record._handles += Inside(self.record._power, ops=edits, outside=outside).attach(module)
+            self._note(path, "ops " + ", ".join(edits), None, None, rule.reason)
+
+    def _storage_edges(
+        self, path: str, module: nn.Module, rule: PlanRule | None, above: PlanRule | None
+    ) -> None:
+        """Casts where a module is stored in another dtype than the module above, which only widen."""
         inner = None if rule is None else rule.dtype
         outer = torch.float32 if above is None or above.dtype is None else above.dtype
         asked = own_dtype(module)
-        if not path:
-            self._root_edges(module, inner)
-        elif asked is not None and asked != outer:
-            if own_dtype(self.paths.get(path.rpartition(".")[0], self.model)) is not None:
-                return
-            self._cast("outputs", path, module, outer, "to_float above it ends here")
-        elif inner is not None and inner != outer and rule is not above and asked is None:
+        if asked is not None and asked != outer:
+            if own_dtype(self.paths.get(path.rpartition(".")[0], self.model)) is None:
+                self._cast("outputs", path, module, outer, "to_float above it ends here")
+        elif rule is not None and inner not in (None, outer) and rule is not above and asked is None:
             if keeps_fp32(module, outer):
                 return
-            why = f"rule {cast(PlanRule, rule).pattern!r} stores it in {dtype_name(inner)}"
-            self._cast("inputs", path, module, inner, why)
-            self._cast("outputs", path, module, outer, why)
+            why = f"rule {rule.pattern!r} stores it in {dtype_name(inner)}"
+            if inner == torch.float32:
+                self._cast("inputs", path, module, torch.float32, why)
+            output = rule.output or (outer if outer == torch.float32 else None)
+            if output is not None and rule.output != torch.float32:
+                self._cast("outputs", path, module, output, why)
 
-    def _root_edges(self, module: nn.Module, inner: torch.dtype | None) -> None:
+    def _root_output(self, module: nn.Module) -> None:
         level = self.level
-        if level is not None:
-            output = level.policy(None if level.compute_role == "full" else self.low).output_dtype
-            if level.cast_inputs:
-                spared = inner is not None and inner != self.low and not keeps_fp32(module, self.low)
-                dtype = inner if spared and inner is not None else self.low
-                self._cast("inputs", "", module, dtype, f"{level.name} computes in it")
-            if output is not None:
-                self._cast("outputs", "", module, output, f"{level.name} gives its outputs in it")
-        elif inner is not None and own_dtype(module) is None:
-            self._cast("inputs", "", module, inner, "the plan stores the model in it")
+        if level is None:
+            return
+        output = level.policy(None if level.compute_role == "full" else self.low).output_dtype
+        if output is not None:
+            self._cast("outputs", "", module, output, f"{level.name} gives its outputs in it")
 
     def _cast(self, what: str, path: str, module: nn.Module, dtype: torch.dtype, why: str) -> None:
         """Cast the floating "inputs" or "outputs" of a module."""
@@ -410,23 +457,6 @@ class _Casting:
             handle = module.register_forward_hook(CastOutputs(power, dtype))
         self.record._handles.append(handle)
         self._note(path, what, None, dtype, why)
-
-    def _inside(self, path: str, module: nn.Module, rule: PlanRule, above: PlanRule | None) -> bool:
-        """Hang the rule for the module's ops on it; whether its edges are settled by that."""
-        edge, power = rule is not above, self.record._power
-        if rule.ops and edge:
-            self.record._handles += Inside(power, ops=rule.ops).attach(module)
-            self._note(path, "ops " + ", ".join(rule.ops), None, None, rule.reason)
-        if rule.rule is None or own_dtype(module) is not None:
-            return False
-        dtype = {Rule.FULL: torch.float32, Rule.LOW: self.low}.get(rule.rule)
-        if edge or any(t.dtype != dtype for _, _, t in own_tensors(module)):
-            self.record._handles += Inside(power, dtype, edge=edge).attach(module)
-            self._note(path, f"ops {rule.rule.value}", None, dtype, rule.reason)
-        outer = None if above is None else above.dtype
-        if edge and outer is not None and dtype not in (None, outer):
-            self._cast("outputs", path, module, outer, f"the module above computes in {dtype_name(outer)}")
-        return bool(path)
 
 
 def is_converted(model: nn.Module) -> bool:

@@ -24,7 +24,17 @@ from halfstep.formats import parse_dtype
 from halfstep.policy.levels import LOW_DTYPES
 from halfstep.policy.ops import Rule
 from halfstep.policy.policy import Policy
-from halfstep.torch_private import BatchNorm, InstanceNorm, flat_weights, hooks_of, pytree, set_flat_weights
+from halfstep.torch_private import (
+    BatchNorm,
+    Convolution,
+    InstanceNorm,
+    NormWithStatistics,
+    flat_weights,
+    hooks_of,
+    never_compiled,
+    pytree,
+    set_flat_weights,
+)
 from halfstep.trees import cast_floats, compute_device, first_device, is_wide_float
 
 
@@ -66,8 +76,43 @@ class CastOutputs:
         return cast_floats(output, self.dtype) if self.power.on else None
 
 
+class CastToWeight:
+    """Forward pre-hook of a module whose kernel takes its input in its weights' 16-bit dtype, and no other.
+
+    In a region the op's rule casts; outside of one this does, so that a model in 16 bits runs there too.
+    """
+
+    def __init__(self, power: Power, dtype: torch.dtype) -> None:
+        self.power, self.dtype = power, dtype
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """Return the arguments to call the module with, None where they stay as they are."""
+        for value in (*args, *kwargs.values()):
+            for t in value if isinstance(value, tuple) else (value,):
+                if isinstance(t, Tensor) and t.dtype is not self.dtype and is_wide_float(t):
+                    if not self.power.on or torch.is_autocast_enabled(t.device.type):
+                        return None
+                    return cast_floats(args, self.dtype), cast_floats(kwargs, self.dtype)
+        return None
+
+
+WITH_KERNELS = (
+    *(nn.Linear, nn.Bilinear, Convolution, nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention),
+    *(nn.PReLU, nn.EmbeddingBag, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, NormWithStatistics),
+)
+"""Modules of torch whose kernels want weights and inputs of one dtype."""
+FP32_OUT_OPS = (
+    *("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "addbmm", "mv", "addmv"),
+    *("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
+)
+"""The products whose results are never rounded where a plan says `output="fp32"`."""
+
+
 class Around:
-    """A pair of hooks around a module's forward, with what is open in between, by thread."""
+    """A pair of hooks around a module's forward, with what is open in between, by thread.
+
+    Compiled code breaks at both, and compiles what is between them.
+    """
 
     def __init__(self, power: Power) -> None:
         self.power = power
@@ -89,10 +134,12 @@ class Around:
         self._open.setdefault(threading.get_ident(), []).append(stack)
         return stack
 
+    @never_compiled
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Forward pre-hook."""
         raise NotImplementedError
 
+    @never_compiled
     def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Forward hook, also after an exception."""
         stacks = self._open.get(threading.get_ident())
@@ -105,7 +152,7 @@ class Inside(Around):
 
     `dtype`: inputs, outputs and, for this call, the module's own parameters and buffers are cast to it, and
     autocast is off inside; None takes the dtype of the first floating input. With `ops` alone only the op
-    rules of a surrounding autocast region change.
+    rules of a surrounding autocast region change; `outside` is the policy that they edit where there is none.
     """
 
     def __init__(
@@ -114,17 +161,20 @@ class Inside(Around):
         dtype: torch.dtype | None = None,
         ops: Mapping[str, Rule] | None = None,
         edge: bool = True,
+        outside: Policy | None = None,
     ) -> None:
         super().__init__(power)
-        self.dtype, self.ops, self.edge = dtype, dict(ops or {}), edge
+        self.dtype, self.ops, self.edge, self.outside = dtype, dict(ops or {}), edge, outside
 
+    @never_compiled
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Forward pre-hook."""
         stack = self.opened()
         if not self.power.on:
             return None
         if self.ops:
-            stack.enter_context(_edited(self.ops))
+            device_type = first_device((args, kwargs, *module.parameters(recurse=False)))
+            stack.enter_context(_edited(device_type, self.ops, self.outside))
             return None
         dtype = self.dtype or _dtype_of(args, kwargs)
         if dtype is None:
@@ -134,6 +184,7 @@ class Inside(Around):
         stack.callback(_cast_own(module, dtype))
         return cast_floats(args, dtype), cast_floats(kwargs, dtype)
 
+    @never_compiled
     def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Forward hook, also after an exception."""
         super().leave(module, args, output)
@@ -148,6 +199,7 @@ class InRegion(Around):
         super().__init__(power)
         self.policy = policy
 
+    @never_compiled
     def enter(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
         """Forward pre-hook."""
         stack = self.opened()
@@ -162,12 +214,14 @@ def _region(device_type: str, dtype: torch.dtype) -> autocast:
     return autocast(device_type, policy=Policy(compute_dtype=dtype, table="low"))
 
 
-def _edited(ops: Mapping[str, Rule]) -> AbstractContextManager[Any]:
-    policy = active_policy()
+def _edited(device_type: str, ops: Mapping[str, Rule], outside: Policy | None) -> AbstractContextManager[Any]:
+    policy = active_policy(device_type)
+    if policy is None and not torch.is_autocast_enabled(device_type):
+        policy = outside
     if policy is None:
         return ExitStack()
-    words = {rule.value: [name for name, given in ops.items() if given is rule] for rule in Rule}
-    return autocast(policy=policy.with_rules(**words))
+    words = {rule.value: [name for name, edit in ops.items() if edit is rule] for rule in Rule}
+    return autocast(device_type, policy=policy.with_rules(**words))
 
 
 def _dtype_of(args: Any, kwargs: Any) -> torch.dtype | None:
@@ -289,6 +343,7 @@ class _ToFloat(Inside):
 
     keep_parts = False
 
+    @never_compiled
     def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
         """As `Inside`; see `to_float` for `keep_parts`."""
         cast_output = super().leave(module, args, output)

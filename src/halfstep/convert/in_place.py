@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.convert.hooks import CastInputs, CastOutputs, Power
+from halfstep.convert.hooks import CastInputs, CastOutputs, CastToWeight, Power
 from halfstep.convert.sharded import is_shard
 from halfstep.policy.levels import LOW_DTYPES
 from halfstep.torch_private import flat_weights, hooks_of, set_flat_weights, set_local_tensor
@@ -97,4 +97,4 @@ def undo_copy(model: nn.Module) -> bool:
 def powers_of(module: nn.Module) -> list[Power]:
     """What switches the casts at the edges of a module; one conversion has one, for those inside too."""
     hooks = (hook for held in hooks_of(module)[:2] for hook in held.values())
-    return [hook.power for hook in hooks if isinstance(hook, CastInputs | CastOutputs)]
+    return [hook.power for hook in hooks if isinstance(hook, CastInputs | CastOutputs | CastToWeight)]

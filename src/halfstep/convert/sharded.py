@@ -78,9 +78,9 @@ def check_groups(
         if len(dtypes) > 1 and not (keep_shards and asked == {low}):
             names = " and ".join(sorted(dtype_name(d) for d in dtypes))
             raise ConfigError(
-                f"a group of fully_shard would hold {names} weights here (normalisations stay fp32), and "
-                "a group gathers one dtype: shard with hs.distributed.shard(model, blocks), which gives "
-                "normalisations a group of their own"
+                f"a group of fully_shard would hold {names} weights here (normalisations stay fp32, and so "
+                "does what a plan says), and a group gathers one dtype: shard with "
+                "hs.distributed.shard(model, blocks, plan=plan), which gives them groups of their own"
             )
         for other in asked - {*dtypes, low}:
             raise ConfigError(
@@ -105,5 +105,7 @@ def gather_in(model: nn.Module, wanted: Mapping[int, tuple[Tensor, torch.dtype]]
                 before.append((holder, policy))
                 # Reduced as they were computed: torch 2.15 else widens gradients before it adds them up.
                 reduce = policy.reduce_dtype or dtype
-                holder.mp_policy = replace(policy, param_dtype=dtype, reduce_dtype=reduce)
+                holder.mp_policy = replace(
+                    policy, param_dtype=dtype, reduce_dtype=reduce, cast_forward_inputs=False
+                )
     return before

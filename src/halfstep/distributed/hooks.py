@@ -106,10 +106,12 @@ def _ordered_mean(buffer: Tensor, group: Group | None) -> Tensor:
 
 
 def _sum_in_order(parts: Tensor, ranks: int) -> Tensor:
+    """The sum over ranks in fp32 at least, one after the other, rounded once (law 18)."""
     total, *others = parts.view(ranks, -1).unbind()
+    total = total.to(torch.promote_types(parts.dtype, torch.float32), copy=True)
     for part in others:
-        total = total + part
-    return total
+        total += part
+    return total.to(parts.dtype)
 
 
 class OrderedReduceScatter:

@@ -19,15 +19,8 @@ from torch import Tensor, nn
 from halfstep.distributed.hooks import OrderedReduceScatter
 from halfstep.distributed.reduce import local_of, world_size
 from halfstep.errors import ConfigError, UnsupportedError
-from halfstep.torch_private import NormWithStatistics, ddp_ignored, is_strided_shard, place_of_shard
-
-_NORMS = (
-    nn.LayerNorm,
-    nn.GroupNorm,
-    nn.RMSNorm,
-    NormWithStatistics,
-    nn.LocalResponseNorm,
-)
+from halfstep.names import is_normalisation
+from halfstep.torch_private import ddp_ignored, is_strided_shard, place_of_shard
 
 _ORDERED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -38,13 +31,15 @@ def shard(
     mesh: Any = None,
     *,
     ordered: bool = False,
+    plan: Any = None,
     **options: Any,
 ) -> nn.Module:
     """Apply torch's `fully_shard` to a model so that every level can be prepared; returns the model.
 
     Call it before the optimizer is built and before `hs.prepare`. All normalisations form one group of their
     own, kept gathered between forward and backward (they are small, and at O2 their weights are fp32 among
-    16-bit ones); then each of `blocks` is a group, then what is left.
+    16-bit ones); what else `plan` keeps in fp32 is a group for each module; then each of `blocks` is a group,
+    then what is left.
 
     Args:
         model: plain parameters, or DTensors of tensor parallelism.
@@ -55,6 +50,8 @@ def shard(
             of its own (of two it does not matter); with this weights are those of one process that adds
             up the same micro-batches one after the other, bit for bit. Where a torch optimizer's gradients
             are clipped, each is then gathered on every rank, for the norm as one process takes it.
+        plan: the `Plan` that `prepare` will get. Modules that it stores in a dtype of their own, norms of an
+            own class for instance, need a group of their own too.
         options: for `fully_shard` (`reshard_after_forward`, `mp_policy`, `offload_policy`, ...). The
             `param_dtype` of an `mp_policy` is not for normalisations, which are gathered as they are.
 
@@ -78,12 +75,15 @@ def shard(
             "more, which no single process does; leave it out, or give a mesh of one dimension"
         )
     given = options if mesh is None else {**options, "mesh": mesh}
-    norms = [m for m in model.modules() if isinstance(m, _NORMS) and any(True for _ in m.parameters())]
+    norms = [m for m in model.modules() if is_normalisation(m) and any(True for _ in m.parameters())]
     if norms and model not in norms:
         own = {"reshard_after_forward": False}  # gathered throughout, and in the dtype that they have
         if (policy := options.get("mp_policy")) is not None:
             own["mp_policy"] = replace(policy, param_dtype=None)
         fully_shard(norms, **{**given, **own})
+    for module in _stored_by(plan, model):
+        if module not in norms and module not in chosen and module is not model:
+            fully_shard(module, **given)
     for block in chosen:
         if block not in norms and block is not model and _holds_more(block, norms):
             fully_shard(block, **given)
@@ -96,6 +96,16 @@ def shard(
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     return model
+
+
+def _stored_by(plan: Any, model: nn.Module) -> list[nn.Module]:
+    """The modules whose weights a plan may keep out of the level's dtype, the outermost of each rule."""
+    if plan is None:
+        return []
+    resolved, modules = plan.resolve(model), dict(model.named_modules())
+    rules = {p: r for p, r in resolved.items() if p in modules and (r.dtype is not None or r.output is None)}
+    outermost = [p for p, rule in rules.items() if p and rules.get(p.rpartition(".")[0]) is not rule]
+    return [modules[path] for path in outermost if any(True for _ in modules[path].parameters())]
 
 
 def _holds_more(block: nn.Module, norms: Sequence[nn.Module]) -> bool:

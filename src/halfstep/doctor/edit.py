@@ -538,13 +538,14 @@ def _with_rule(plan: Plan, rule: PlanRule) -> Plan:
     known = rules.get(rule.pattern)
     if known is not None:
         given = {"dtype": rule.dtype or known.dtype, "rule": rule.rule or known.rule}
-        rule = dataclasses.replace(known, ops={**known.ops, **rule.ops}, **given)
+        in_fp32 = Rule.FULL in (known.computes, rule.computes)  # all of the module then, its ops too
+        rule = dataclasses.replace(known, ops={} if in_fp32 else {**known.ops, **rule.ops}, **given)
     return Plan(tuple({**rules, rule.pattern: rule}.values()))
 
 
 def _rules_of(fault: Fault) -> Iterator[PlanRule]:
     """The rules that may cure a fault, the narrowest first: its op in its module, what it reads as well, its
-    module; for weights that 16 bits cannot hold, these in fp32, with their ops as they are."""
+    module; for weights that 16 bits cannot hold, their modules."""
     kind, reason = fault.cause.kind, f"step {fault.step + 1}, {fault.where}: {fault.cause.words}"
     if fault.phase in ("prepare", "optimizer") and kind in ("range", "precision", "rounding"):
         pattern = fault.module if fault.phase == "prepare" else "**"

@@ -21,7 +21,7 @@ from halfstep import optim
 from halfstep.convert.buffers import recomputed
 from halfstep.errors import BannedOpError, ConfigError
 from halfstep.formats import FP16, Format, dtype_name, format_of
-from halfstep.names import named_parameters
+from halfstep.names import is_normalisation, named_parameters
 from halfstep.numerics.cause import rerun
 from halfstep.numerics.snapshot import StepParticipants, closed_over, listed
 from halfstep.numerics.tape import Node, is_users
@@ -33,7 +33,6 @@ from halfstep.policy.levels import LOW_DTYPES
 from halfstep.scaling.loss_scale import NoLossScale
 from halfstep.torch_private import pytree
 
-_NORMS = (nn.modules.batchnorm._BatchNorm, nn.LayerNorm, nn.GroupNorm)
 _MASKING = frozenset(
     ["masked_fill", "where", "full", "fill", "add", "sub", "mul", "full_like", "new_full", "scalar_tensor"]
 )
@@ -84,7 +83,7 @@ def lint(
         own = [
             (where, buffer, buffer._version)
             for where, module, name, buffer in _floating_buffers(parts)
-            if (becomes is not None or buffer.dtype in LOW_DTYPES) and not isinstance(module, _NORMS)
+            if (becomes is not None or buffer.dtype in LOW_DTYPES) and not is_normalisation(module)
             if not buffer.is_inference() and not recomputed(module, name)
         ]
         try:
@@ -264,7 +263,7 @@ def _buffers(parts: StepParticipants, becomes: str | torch.dtype | None) -> Iter
     for where, module, _, buffer in _floating_buffers(parts):
         if buffer.numel() < 2:
             continue
-        if isinstance(module, _NORMS):
+        if is_normalisation(module):
             if buffer.dtype in LOW_DTYPES:
                 text = f"running statistics in {dtype_name(buffer.dtype)} stop moving and lose range"
                 yield Finding("low buffer", where, text, "keep normalisation statistics in fp32")

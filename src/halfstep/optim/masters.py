@@ -25,7 +25,7 @@ from halfstep.policy.levels import LOW_DTYPES
 from halfstep.torch_private import pytree
 from halfstep.trees import parameters_of
 
-__all__ = ["MasterWeights", "check_accumulate", "weight_of"]
+__all__ = ["MasterWeights", "weight_of"]
 
 
 class MasterWeights:

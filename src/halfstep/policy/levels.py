@@ -26,9 +26,9 @@ LOW_DTYPES: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)
 class Level:
     """One row: for each role whether it is fp32 ("full") or the 16-bit dtype ("low"), and what follows.
 
-    cast_ops: ops are cast by the policy's table; without it no op is lifted to fp32. cast_inputs: floating
-    model inputs are cast to the compute dtype. norm_fp32: normalisation weights and statistics stay fp32.
-    masters: the optimizer updates fp32 copies. needs_scale_in_fp16: fp16 comes with a dynamic loss scale.
+    cast_ops: ops are cast by the policy's table; without it no op is lifted to fp32. norm_fp32: normalisation
+    weights and statistics stay fp32. masters: the optimizer updates fp32 copies. needs_scale_in_fp16: fp16
+    comes with a dynamic loss scale. Inputs and buffers are data: no level casts them, ops do where they meet.
     """
 
     name: str
@@ -36,7 +36,6 @@ class Level:
     compute_role: Role
     output_role: Role
     cast_ops: bool
-    cast_inputs: bool
     norm_fp32: bool
     masters: bool
     needs_scale_in_fp16: bool
@@ -78,7 +77,7 @@ class Level:
 
 
 def _row(name: str, roles: tuple[Role, Role, Role], flags: str, summary: str) -> Level:
-    names = ("cast_ops", "cast_inputs", "norm_fp32", "masters", "needs_scale_in_fp16")
+    names = ("cast_ops", "norm_fp32", "masters", "needs_scale_in_fp16")
     return Level(name, *roles, **{flag: flag in flags.split() for flag in names}, summary=summary)
 
 
@@ -96,14 +95,14 @@ LEVELS: Mapping[str, Level] = MappingProxyType(
             _row(
                 "O2",
                 ("low", "low", "full"),
-                "cast_ops cast_inputs norm_fp32 masters needs_scale_in_fp16",
-                "16-bit weights with fp32 masters; normalisation fp32; inputs and outputs cast",
+                "cast_ops norm_fp32 masters needs_scale_in_fp16",
+                "16-bit weights with fp32 masters; normalisation fp32; outputs fp32",
             ),
             _row(
                 "O3",
-                ("low", "low", "low"),
-                "cast_inputs",
-                "everything in 16 bits, no masters, no loss scale",
+                ("low", "low", "as computed"),
+                "",
+                "weights and ops in 16 bits, no masters, no loss scale",
             ),
         )
     }

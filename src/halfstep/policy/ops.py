@@ -23,11 +23,13 @@ from halfstep.torch_private import all_op_names, has_kernel_for
 class Rule(Enum):
     """What an active region does to the floating tensors an op is given.
 
-    LOW: cast to the compute dtype. FULL: cast to fp32, result fp32. KEEP: run in the dtype of the first
-    floating tensor. WIDEST: cast to the widest floating dtype among them. BANNED: raise `BannedOpError`.
+    LOW: cast to the compute dtype. FP32_OUT: cast to the compute dtype, accumulated and given out in fp32,
+    never rounded. FULL: cast to fp32, result fp32. KEEP: run in the dtype of the first floating tensor.
+    WIDEST: cast to the widest floating dtype among them. BANNED: raise `BannedOpError`.
     """
 
     LOW = "low"
+    FP32_OUT = "fp32_out"
     FULL = "full"
     KEEP = "keep"
     WIDEST = "widest"

@@ -11,7 +11,7 @@ import difflib
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from types import MappingProxyType
@@ -22,7 +22,7 @@ from torch import nn
 
 from halfstep.errors import ConfigError, PlanError
 from halfstep.formats import dtype_name, parse_dtype
-from halfstep.names import fqns
+from halfstep.names import NORMALISATIONS, fqns
 from halfstep.policy.levels import Level, level_of
 from halfstep.policy.ops import Rule
 from halfstep.policy.policy import Policy, checked_edits
@@ -31,9 +31,8 @@ from halfstep.policy.settings import Settings, checked_table
 Rank = tuple[int, int, int, bool]
 _TYPE = "type:"
 _MODULE_RULES = (Rule.FULL, Rule.LOW, Rule.KEEP)
+NORM_PATTERNS = tuple(f"{_TYPE}{name}" for name in NORMALISATIONS)
 ORTHOGONAL = "type:_Orthogonal"  # torch.nn.utils.parametrizations.orthogonal
-# The class names under which torch and the common model libraries keep normalisation layers.
-NORM_PATTERNS = ("type:_NormBase", "type:GroupNorm", "type:*LayerNorm", "type:*RMSNorm")
 
 
 @dataclass(frozen=True)
@@ -44,11 +43,17 @@ class PlanRule:
     components ("encoder", "blocks.*.attn", "**.head", "**"); or "type:" and a class name or glob, compared
     with the module's class and its bases ("type:LayerNorm", "type:*Norm"). A path whose last component is
     written out may also be a buffer's ("head.center", "**.center"); the rule's dtype is then the buffer's.
-    dtype: parameters and floating buffers are stored in it; None leaves them.
+    dtype: parameters and floating buffers are stored in it; None leaves them. A module in fp32 also computes
+    in fp32, unless `rule`, `output` or `ops` say otherwise: its inputs are widened, its output not rounded.
     rule: what the module's ops do: FULL runs them in fp32, LOW in the compute dtype, KEEP as given.
     ops: edits to the op table inside the module.
     required: False lets the rule match nothing; level defaults are such and yield to required equals.
-    One rule holds for a module, whole: what it leaves unset stays as the module has it.
+    output: the dtype of the module's floating outputs. fp32 beside 16-bit weights: the products in it take
+    16-bit inputs, add up in fp32 and give out fp32 (`Rule.FP32_OUT`), as a language model's head or a router
+    of experts wants. A 16-bit one for a module in fp32: its result is rounded at its edge.
+    buffers: False leaves floating buffers out of `dtype`, as levels do.
+    One rule holds for a module, whole: what it leaves unset stays as the module has it; with `output` alone
+    weights are stored as they would be without it.
     Raises PlanError for a pattern that cannot be read and for a rule that sets nothing.
     """
 
@@ -58,6 +63,8 @@ class PlanRule:
     reason: str = ""
     ops: Mapping[str, Rule] = field(default_factory=dict[str, Rule])
     required: bool = True
+    output: torch.dtype | None = None
+    buffers: bool = True
 
     def __post_init__(self) -> None:
         """Check the pattern and the values; freeze the op edits."""
@@ -67,8 +74,9 @@ class PlanRule:
                 f"cannot read plan pattern {self.pattern!r}: expected a module path such as 'blocks.*.attn', "
                 "'**' for all, or 'type:LayerNorm'"
             )
-        if self.dtype is not None:
-            object.__setattr__(self, "dtype", parse_dtype(self.dtype))
+        for name in ("dtype", "output"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, parse_dtype(getattr(self, name)))
         if self.rule is not None and self.rule not in _MODULE_RULES:
             given = f"given {self.rule!r:.60}"
             raise PlanError(
@@ -79,15 +87,35 @@ class PlanRule:
         edits = checked_edits(self.ops)
         named = {rule.value: [op for op, given in edits.items() if given is rule] for rule in Rule}
         object.__setattr__(self, "ops", Policy().with_rules(**named).edits)
-        if self.dtype is None and self.rule is None and not self.ops:
-            raise PlanError(f"plan rule {self.pattern!r} sets nothing: give it a dtype, a rule or ops")
+        if self.dtype is None and self.rule is None and self.output is None and not self.ops:
+            raise PlanError(f"plan rule {self.pattern!r} sets nothing: give it a dtype, rule, output or ops")
+        if self.rule is Rule.FULL and self.ops:
+            raise PlanError(
+                f"plan rule {self.pattern!r}: rule=FULL runs all ops of the module in fp32, so that ops= has "
+                "no effect: leave one of the two out"
+            )
+        if self.dtype is None and not self.buffers:
+            raise PlanError(f"plan rule {self.pattern!r}: buffers=False without a dtype leaves nothing out")
+
+    def _values(self) -> tuple[Any, ...]:
+        before = (self.pattern, self.dtype, self.rule, self.reason)
+        return (*before, tuple(self.ops.items()), self.required, self.output, self.buffers)
 
     def __hash__(self) -> int:
-        edits = tuple(self.ops.items())
-        return hash((self.pattern, self.dtype, self.rule, self.reason, edits, self.required))
+        return hash(self._values())
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (PlanRule, (self.pattern, self.dtype, self.rule, self.reason, dict(self.ops), self.required))
+        pattern, dtype, rule, reason, edits, *rest = self._values()
+        return (PlanRule, (pattern, dtype, rule, reason, dict(edits), *rest))
+
+    def _stored_as(self, other: PlanRule) -> PlanRule:
+        return replace(self, dtype=other.dtype, buffers=other.buffers)
+
+    @property
+    def computes(self) -> Rule | None:
+        """What the module's ops do: `rule`, FULL for one that is stored and given out in fp32, else None."""
+        wide = self.dtype == torch.float32 and self.output in (None, torch.float32) and not self.ops
+        return Rule.FULL if self.rule is None and wide else self.rule
 
     def rank(self, path: str, module: nn.Module) -> Rank | None:
         """Return how closely this rule matches a module at `path` (higher wins), or None.
@@ -160,12 +188,16 @@ class Plan:
         low = row.check_dtype(dtype if dtype is not None else fixed)
         if row.param_role == "full":
             return cls()
-        rules = [PlanRule("**", dtype=low, reason=f"{row.name}: {row.summary}", required=False)]
+        reason = f"{row.name}: {row.summary}"
+        rules = [PlanRule("**", dtype=low, reason=reason, required=False, buffers=False)]
         if row.norm_fp32:
             reason = f"{row.name}: fp32 weights and statistics cost little and keep small updates"
-            rules += [PlanRule(p, dtype=torch.float32, reason=reason, required=False) for p in NORM_PATTERNS]
+            rules += [
+                PlanRule(pattern, dtype=torch.float32, reason=reason, required=False, output=low)
+                for pattern in NORM_PATTERNS
+            ]
         reason = "torch has no LU and QR in 16 bits, and its matrix exponential gives gradients of NaN there"
-        rules.append(PlanRule(ORTHOGONAL, rule=Rule.FULL, reason=reason, required=False))
+        rules.append(PlanRule(ORTHOGONAL, rule=Rule.FULL, reason=reason, required=False, output=low))
         return cls(tuple(rules))
 
     def with_rules(self, *rules: PlanRule) -> Plan:
@@ -202,7 +234,17 @@ class Plan:
             ranks = [(rule.rank(public[path], module), rule) for rule in self.rules]
             own = [(rank, rule) for rank, rule in ranks if rank is not None]
             matched.update(rule for _, rule in own)
-            chosen = _closest(own, public[path], resolved.get(_nearest_above(path, resolved)))
+            above = resolved.get(_nearest_above(path, resolved))
+            chosen = _closest(own, public[path], above)
+            if (
+                chosen is not None
+                and chosen is not above
+                and chosen.dtype is None
+                and chosen.output is not None
+            ):
+                rest = [(rank, rule) for rank, rule in own if rule is not chosen]
+                stored = _closest(rest, public[path], above)  # an output alone says nothing of weights
+                chosen = chosen if stored is None else chosen._stored_as(stored)
             if chosen is not None:
                 resolved[path] = chosen
             first = owner.setdefault(id(module), path)
@@ -343,6 +385,8 @@ def _rule_to_toml(rule: PlanRule) -> str:
         "pattern": rule.pattern,
         "dtype": None if rule.dtype is None else dtype_name(rule.dtype),
         "rule": None if rule.rule is None else rule.rule.value,
+        "output": None if rule.output is None else dtype_name(rule.output),
+        "buffers": None if rule.buffers else False,
         "ops": {name: edit.value for name, edit in rule.ops.items()} or None,
         "required": None if rule.required else False,
         "reason": rule.reason,
@@ -350,7 +394,16 @@ def _rule_to_toml(rule: PlanRule) -> str:
     return toml_table("[[rule]]", values)
 
 
-_KEYS = {"pattern": str, "dtype": str, "rule": str, "reason": str, "ops": dict, "required": bool}
+_KEYS = {
+    "pattern": str,
+    "dtype": str,
+    "rule": str,
+    "reason": str,
+    "ops": dict,
+    "required": bool,
+    "output": str,
+    "buffers": bool,
+}
 
 
 def _rule_from_toml(table: Any, index: int) -> PlanRule:

@@ -35,11 +35,11 @@ _ROLE_KEYS: Mapping[str, str] = MappingProxyType(
 )
 _GRAMMAR = (
     "a policy reads like 'p=fp32,c=bf16,o=fp32', with optional 'table=NAME' and 'full=op+op' "
-    "(also low, keep, widest, banned); or is one dtype, or one table name"
+    "(also low, fp32_out, keep, widest, banned); or is one dtype, or one table name"
 )
 _DICT_GRAMMAR = (
     "a policy's dict reads like {'table': 'mlu', 'full': ['exp', 'tanh']} or "
-    "{'exp': 'full', 'matmul': 'low'}, rules being low, full, keep, widest, banned"
+    "{'exp': 'full', 'matmul': 'low'}, rules being low, fp32_out, full, keep, widest, banned"
 )
 
 
@@ -140,13 +140,16 @@ class Policy:
         keep: Iterable[OpLike] = (),
         widest: Iterable[OpLike] = (),
         banned: Iterable[OpLike] = (),
+        fp32_out: Iterable[OpLike] = (),
     ) -> Policy:
         """Return this policy with rules set for ops given by name, torch function, method or own function.
 
+        Each argument is a rule (see `Rule`) and takes the ops that get it.
         Own Python functions must be decorated with `halfstep.op`. Raises ConfigError for an op that does not
         exist (with close matches) and for an op named under two rules.
         """
         given = {Rule.LOW: low, Rule.FULL: full, Rule.KEEP: keep, Rule.WIDEST: widest, Rule.BANNED: banned}
+        given[Rule.FP32_OUT] = fp32_out
         edits: dict[str, Rule] = {}
         for rule, named in given.items():
             if not isinstance(named, Iterable):

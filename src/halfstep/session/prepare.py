@@ -24,7 +24,7 @@ from halfstep.numerics.lint import coarse_weights
 from halfstep.numerics.uncast import casts_weights
 from halfstep.optim.loading import HasMasters
 from halfstep.optim.master_link import Master
-from halfstep.optim.masters import MasterWeights, check_accumulate
+from halfstep.optim.masters import MasterWeights
 from halfstep.policy.levels import Level, dtype_of, level_of
 from halfstep.policy.plan import Plan
 from halfstep.policy.policy import Policy
@@ -107,30 +107,10 @@ def check_parts(
         )
 
 
-def check_accumulation(
-    accumulate: str | None, precision: Precision, optimizers: Sequence[torch.optim.Optimizer]
-) -> None:
-    """Raise ConfigError where gradients cannot add up in fp32, or where the optimizer must be asked."""
-    check_accumulate(accumulate)
-    if accumulate is None:
-        return
-    if precision.stores_low and not precision.masters:
-        raise ConfigError(
-            f"accumulate='fp32' at {precision.level.name}, whose 16-bit weights have no masters to take an "
-            "fp32 gradient: choose O2"
-        )
-    own = [o for o in optimizers if isinstance(o, HasMasters) and o.accumulate is None]
-    if own and precision.masters:
-        raise ConfigError(
-            f"accumulate='fp32' is an argument of {type(own[0]).__name__} itself: give it to the optimizer"
-        )
-
-
 def apply_precision(
     precision: Precision,
     models: Sequence[nn.Module],
     optimizers: Sequence[torch.optim.Optimizer],
-    accumulate: str | None,
     conversions: list[Conversion],
     masters: dict[int, MasterWeights],
 ) -> None:
@@ -147,7 +127,7 @@ def apply_precision(
         if isinstance(optimizer, HasMasters):
             optimizer.seed_masters(originals)
         else:
-            masters[index] = MasterWeights(optimizer, list(models), initial=originals, accumulate=accumulate)
+            masters[index] = MasterWeights(optimizer, list(models), initial=originals)
     fit_states(precision, optimizers)
     for optimizer in optimizers:
         if isinstance(optimizer, HasMasters):
@@ -225,6 +205,15 @@ def check_step(step: Any, batch: Any, seconds: Any, asked: str) -> None:
         raise ConfigError(f"seconds={show(seconds)}: expected a number above 0")
 
 
+def refuse_measuring(step: Any, batch: Any, seconds: Any) -> None:
+    """Raise ConfigError for an argument that only a choice by measurement reads."""
+    no_batch = batch is None or (isinstance(batch, tuple | list) and not batch)
+    given = {"step": step is not None, "batch": not no_batch, "seconds": seconds != 60.0}
+    for name, is_set in given.items():
+        if is_set:
+            raise ConfigError(f"prepare got {name}=, which only level='auto' and layout='auto' use: drop it")
+
+
 def arguments_of(choice: LevelChoice, options: dict[str, Any], plan: Plan | None) -> dict[str, Any]:
     """The arguments of `prepare` for a choice; what belongs to 16 bits alone is left out in fp32."""
     given = dict(options)
@@ -253,7 +242,6 @@ def prepare(
     skip_nonfinite: bool | None = None,
     on_nonfinite: str | None = None,
     max_skips: int = 50,
-    accumulate: str | None = None,
     step: Callable[..., Any] | None = None,
     batch: Sequence[Any] = (),
     seconds: float = 60.0,
@@ -285,9 +273,6 @@ def prepare(
             loss scale that adjusts itself, gradients with inf or NaN may be its own overflow: it goes down,
             and "raise" raises when it is down to its `min`; for a loss that is not finite, at once.
         max_skips: skips in a row that raise LossScaleCollapsed.
-        accumulate: "fp32" adds up the gradients of micro-batches in fp32 where a torch optimizer's weights
-            are 16-bit with masters (fp32 weights, at O0 and O1, add up in fp32 anyway); optimizers of
-            `halfstep.optim` take the same argument themselves.
         kernels: by which kernels a CPU runs LOW ops: "measured" (the fastest here), "native", "rounded", or a
             TOML file of choices; None asks the environment variable HALFSTEP_KERNELS, else "measured". The
             ranks over which the model is wrapped, or of `group`, use those of the first of them. A loaded
@@ -320,27 +305,25 @@ def prepare(
     if "auto" in (level, layout):
         options = {"policy": policy, "loss_scale": loss_scale}
         options |= {"skip_nonfinite": skip_nonfinite, "max_skips": max_skips, "kernels": kernels}
-        options |= {"on_nonfinite": on_nonfinite, "accumulate": accumulate}
+        options |= {"on_nonfinite": on_nonfinite}
         options |= {"norm_group": norm_group, "group": group}
         found = _choose(models, optimizers, step, batch, level, dtype, layout, plan, seconds, options)
         session = prepare(models, optimizers, **arguments_of(found.choice, options, plan))
         session.tuning = found
         print(f"halfstep: {found.reason}", file=sys.stderr, flush=True)
         return session
-    if step is not None:
-        raise ConfigError("prepare got step=, which only level='auto' and layout='auto' use: drop it")
+    refuse_measuring(step, batch, seconds)
     device = device_of(models)
     precision = lower(level, dtype, policy, plan, device, loss_scale)
     check_parts(precision, models, optimizers)
     check_groups(group, norm_group, optimizers)
-    check_accumulation(accumulate, precision, optimizers)
     skips = skips_of(on_nonfinite, skip_nonfinite, precision.scaled)
     table = table_of(kernels)
     warn_of_lost_masters(precision, optimizers)
     relayout = Relayout(models if layout == "channels_last" else ())
     conversions, masters = list[Conversion](), dict[int, MasterWeights]()
     try:
-        apply_precision(precision, models, optimizers, accumulate, conversions, masters)
+        apply_precision(precision, models, optimizers, conversions, masters)
         session = Session(
             models, optimizers, precision, table, device, skips, relayout, conversions, masters,
             max_skips=max_skips, on_nonfinite=on_nonfinite, norm_group=norm_group, group=group,

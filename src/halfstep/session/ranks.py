@@ -7,12 +7,12 @@ each DDP that is made around the model.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from halfstep.casting.kernel_choice import KernelTable, from_plain, to_plain
 from halfstep.casting.kernel_probes import whole_table
@@ -36,7 +36,8 @@ class RankGuard:
     def __init__(self, setup: Setup, group: Any, norm_group: Any) -> None:
         self._setup, self._given, self._stages = weakref.proxy(setup), group, norm_group
         parameters = [p for model in setup.models for p in model.parameters()]
-        self._wrappers = [weakref.ref(ddp) for ddp in (ddp_around(parameters) if world_size() > 1 else ())]
+        initialized = torch.distributed.is_available() and torch.distributed.is_initialized()
+        self._wrappers = [weakref.ref(ddp) for ddp in (ddp_around(parameters) if initialized else ())]
         self.asks = True
         """Whether the next call has anything to check."""
         self._checked = self._sharded = False
@@ -86,8 +87,7 @@ class RankGuard:
         Where it `sends` (a collective), its ranks get the kernels of their first one.
         """
         self._checked, self.asks, self._group = False, True, ()
-        if world_size() > 1:
-            self._wrappers.append(weakref.ref(ddp))
+        self._wrappers.append(weakref.ref(ddp))
         if sends and self._given is None:
             self.share_kernels([ddp.process_group])
 
@@ -119,12 +119,26 @@ class RankGuard:
                 "they found: use `with hs.distributed.join(ddp, amp):` instead"
             )
 
-    def narrow_gradients(self) -> None:
-        """Give DDP gradients of the weights' dtype: its buffers take no fp32 ones, which steps leave."""
-        for ddp in self._around() if self._setup.masters else ():
-            for p in ddp.module.parameters():
-                if p.grad is not None and p.dtype in LOW_DTYPES and p.grad.dtype != p.dtype:
-                    p.grad = p.grad.to(p.dtype)
+    def fit_gradients(self, weights: Iterable[Tensor]) -> None:
+        """Before a backward pass that adds to the gradients of 16-bit weights: make these fp32.
+
+        Their sum over micro-batches is then rounded once, when the step begins (law 18), at the price of 2
+        bytes an element until then. Gradients that DDP is about to send get the weights' dtype: its buffers
+        take no other.
+        """
+        syncing = [ddp for ddp in self._around() if ddp.require_backward_grad_sync]
+        sent = {p for ddp in syncing for p in ddp.module.parameters()}
+        for p in dict.fromkeys((*weights, *sent)):
+            grad = p.grad
+            if grad is None or p.dtype not in LOW_DTYPES or grad.layout is not torch.strided:
+                continue
+            if p in sent and grad.dtype != p.dtype:
+                p.grad_dtype = None
+                p.grad = grad.to(p.dtype)
+            elif p not in sent and grad.dtype in LOW_DTYPES:
+                p.grad = None  # torch lets no gradient be of another dtype than `grad_dtype`
+                p.grad_dtype = torch.float32
+                p.grad = grad.float()
 
     def check_step(self, optimizer: torch.optim.Optimizer) -> None:
         """`check`, and that all ranks of `fully_shard` have gradients of the same parameters.
@@ -222,5 +236,5 @@ def refuse_in_ddp(optimizer: Any) -> None:
     if any(w.dtype in LOW_DTYPES and w.grad_dtype is torch.float32 for w in weights):
         raise UnsupportedError(
             "accumulate='fp32' gives 16-bit weights fp32 gradients, which DistributedDataParallel's buffers "
-            "cannot take: leave it out, or accumulate fewer micro-batches"
+            "cannot take: leave it out; a session adds up in fp32 what `ddp.no_sync()` does not send yet"
         )

@@ -256,7 +256,8 @@ class Session(Setup):
                 stack.enter_context(self._apart(mixed))
             self.state = opened(self.state, self._steppers, indices, loss_id)
             self._nonfinite.backward(loss)
-            self._ranks.narrow_gradients()
+            if self.precision.stores_low:
+                self._ranks.fit_gradients(w for i in indices for w in weights_of(optimizers[i]))
             scale.scale(loss).backward(**kwargs)
 
     @contextmanager
@@ -315,6 +316,7 @@ class Session(Setup):
         index = index_of(self.optimizers, optimizer)
         self._take_added()
         losses_to_step(self.state, self._steppers[index], index)
+        self._steppers[index].round_sums()
         if not isinstance(self.state.carried[index], NoLossScale) or self._steppers[index].releases:
             self._unscale([index])
 
@@ -328,6 +330,7 @@ class Session(Setup):
         index = index_of(self.optimizers, optimizer)
         self._take_added()
         losses_to_step(self.state, self._steppers[index], index)
+        self._steppers[index].round_sums()
         carried = self.state.carried[index] or NoLossScale()
         inv_scale = None if isinstance(carried, NoLossScale) else carried.inverse(self.device)
         return self._steppers[index].measure(inv_scale, False)
@@ -382,6 +385,8 @@ class Session(Setup):
                 warnings.warn(text, HalfstepWarning, stacklevel=2)
             for listener in self.early_listeners:
                 listener(self, stepper.optimizer)
+            if self.precision.stores_low:
+                stepper.round_sums()
             inv_scale = None if isinstance(carried, NoLossScale) else carried.inverse(self.device)
             measured, found, losses, update = self._update(index, losses, inv_scale, clip_norm, zero_grad)
             report = self._nonfinite.look(stepper.optimizer, found, losses, self.skip_nonfinite)

@@ -67,6 +67,15 @@ class Stepper:
         """The gradients as backward left them; those of masters widened to fp32."""
         return gradients_of(self.optimizer)
 
+    def round_sums(self) -> None:
+        """Round sums of micro-batches to their weights' dtype, once, as ranks do that send 16 bits."""
+        if getattr(self.optimizer, "accumulate", None) == "fp32":
+            return  # asked for whole sums
+        for w in weights_of(self.optimizer):
+            if w.grad is not None and w.grad_dtype is torch.float32 and w.dtype in LOW_DTYPES:
+                w.grad_dtype = None
+                w.grad = w.grad.to(w.dtype)
+
     def measure(self, inv_scale: Tensor | None, needs_amax: bool) -> AnyStats:
         """Finite flag, norm and largest magnitude of the gradients times `inv_scale`; changes nothing."""
         raise NotImplementedError

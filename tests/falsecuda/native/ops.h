@@ -136,6 +136,25 @@ inline void call_on_host(const c10::OperatorHandle& op, Stack& stack) {
   op.callBoxed(&stack);
 }
 
+// 16-bit lists of a call in fp32, and back: a CPU's fused SGD leaves 16-bit weights as they were, CUDA's does not.
+struct Widened {
+  std::vector<std::pair<Tensor, Tensor>> pairs;  // the narrow tensor, the wide one
+  Widened(Stack& host, bool wanted) {
+    for (IValue& value : host) {
+      if (!wanted || !value.isTensorList()) continue;
+      c10::List<Tensor> list;
+      for (const Tensor& t : value.toTensorVector()) {
+        list.push_back(t.scalar_type() == at::kHalf || t.scalar_type() == at::kBFloat16 ? t.to(at::kFloat) : t);
+        if (!list.get(list.size() - 1).is_same(t)) pairs.emplace_back(t, list.get(list.size() - 1));
+      }
+      value = IValue(list);
+    }
+  }
+  void copy_back() const {
+    for (const auto& [narrow, wide] : pairs) const_cast<Tensor&>(narrow).copy_(wide);
+  }
+};
+
 // The argument that a result is, where the schema says that it is one of the arguments.
 inline const IValue* argument_of(const c10::FunctionSchema& schema, const c10::AliasInfo* alias, const std::vector<IValue>& given) {
   if (!alias || !alias->isWrite()) return nullptr;
@@ -173,7 +192,9 @@ inline void run_on_host(const c10::OperatorHandle& op, Stack* stack) {
   submit(name.substr(name.find("::") + 2));
   if (SYNCHRONIZING.count(name)) synchronize(name);
   note_indices(name, given);
+  const Widened widened(arguments.host, name == "aten::_fused_sgd_");
   call_on_host(op, arguments.host);
+  widened.copy_back();
   torch::jit::drop(*stack, count);
   const auto& returns = schema.returns();
   const size_t first = arguments.host.size() - returns.size();

@@ -248,7 +248,9 @@ def _spare_slow_kernels(model: nn.Module, dtype: torch.dtype, device: str) -> li
 def _plan(chosen: Properties, dtype: torch.dtype) -> Plan:
     rules = [PlanRule("**", dtype=dtype, reason=f"{chosen.opt_level}: cast_model_type")]
     if chosen.keep_batchnorm_fp32 and dtype != torch.float32:
-        kept = PlanRule("type:_BatchNorm", dtype=torch.float32, reason="keep_batchnorm_fp32", required=False)
+        kept = PlanRule(
+            "type:_BatchNorm", torch.float32, reason="keep_batchnorm_fp32", required=False, output=dtype
+        )
         rules.append(kept)
     return Plan(tuple(rules))
 

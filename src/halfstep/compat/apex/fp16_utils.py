@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from halfstep.compat.apex._state import LossScaler as AmpScaler
 from halfstep.convert.conversion import convert
+from halfstep.convert.hooks import CastInputs, Power
 from halfstep.distributed import all_ranks
 from halfstep.errors import CheckpointError, UnsupportedError, show
 from halfstep.optim import MasterWeights
@@ -45,11 +46,13 @@ clip_grad_norm = torch.nn.utils.clip_grad_norm_
 
 def network_to_half(network: nn.Module) -> nn.Module:
     """Make a model fp16 except for its batch norms; its inputs are cast. Returns the same module."""
+    half, why = torch.float16, "batch norm stays fp32"
     rules = (
-        PlanRule("**", dtype=torch.float16, reason="network_to_half"),
-        PlanRule("type:_BatchNorm", dtype=torch.float32, reason="batch norm stays fp32", required=False),
+        PlanRule("**", dtype=half, reason="network_to_half"),
+        PlanRule("type:_BatchNorm", dtype=torch.float32, reason=why, required=False, output=half),
     )
-    convert(network, Plan(rules), torch.float16)
+    convert(network, Plan(rules), half)
+    network.register_forward_pre_hook(CastInputs(Power(), half), with_kwargs=True)
     return network
 
 
