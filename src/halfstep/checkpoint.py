@@ -257,6 +257,8 @@ def _attempted(write: Callable[[], Any], path: Path, needed: int) -> tuple[Any, 
         return None, f"cannot write {path}: {_reason(error, path, needed)}"
     except CheckpointError as error:
         return None, str(error)
+    except (RuntimeError, ValueError, TypeError) as error:  # a tensor that torch cannot bring to the CPU
+        return None, f"cannot write {path}: {_reason(error, path, 0)}"
 
 
 def _commit(temporary: Path, path: Path, manifest: Mapping[str, Any]) -> None:

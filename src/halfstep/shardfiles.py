@@ -12,6 +12,7 @@ import json
 import math
 import os
 import struct
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -327,9 +328,24 @@ def _summary_of(path: Path) -> list[Any]:
     return _summary((n, p.dtype, about["whole"][n], p.offsets, p.shape) for n, p in stored.items())
 
 
+#: Mappings that are more than a dict to those who use them: MultiStepLR asks a Counter for what is not in it.
+_MAPPINGS: dict[str, type[Any]] = {"counter": Counter, "ordered": OrderedDict}
+
+
+def check_layout(name: str, value: Tensor) -> None:
+    """Raise CheckpointError for a tensor that is not an array of numbers in memory: a sparse one, say."""
+    if value.layout != torch.strided or value.is_quantized or value.is_meta:
+        kind = "on the meta device" if value.is_meta else "quantized" if value.is_quantized else value.layout
+        raise CheckpointError(
+            f"{name} is a tensor that a checkpoint cannot hold ({kind}): expected a dense one. Sparse "
+            "gradients (nn.Embedding(sparse=True)) leave sparse momentum: use sparse=False, or momentum=0"
+        )
+
+
 def packed(value: Any, name: str, put: Callable[[str, Tensor], object]) -> Any:
     """A tree as JSON can hold it, `put` having been called for its tensors by name."""
     if isinstance(value, Tensor):
+        check_layout(name, value)
         put(name, value)
         return {"tensor": name}
     if value is None or isinstance(value, bool | int | float | str):
@@ -337,7 +353,7 @@ def packed(value: Any, name: str, put: Callable[[str, Tensor], object]) -> Any:
     if isinstance(value, Mapping):
         items = cast("Mapping[Any, Any]", value).items()
         pairs = [[packed(k, "", put), packed(v, f"{name}.{k}", put)] for k, v in items]
-        return {"dict": pairs}
+        return {next((word for word, kind in _MAPPINGS.items() if type(value) is kind), "dict"): pairs}
     if isinstance(value, list | tuple):
         kind = "list" if isinstance(value, list) else "tuple"
         entries = cast("Sequence[Any]", value)
@@ -356,8 +372,9 @@ def unpacked(value: Any, read: Callable[[str], Tensor]) -> Any:
     ((kind, held),) = cast("dict[str, Any]", value).items()
     if kind == "tensor":
         return read(held)
-    if kind == "dict":
-        return {unpacked(k, read): unpacked(v, read) for k, v in held}
+    if kind == "dict" or kind in _MAPPINGS:
+        pairs = {unpacked(k, read): unpacked(v, read) for k, v in held}
+        return _MAPPINGS[kind](pairs) if kind in _MAPPINGS else pairs
     if kind == "rows":  # a list of dicts, as earlier versions wrote it
         columns, rows = held
         return [{c: v for c, v in zip(columns, row, strict=True) if v != []} for row in rows]

@@ -205,6 +205,15 @@ def check_step(step: Any, batch: Any, seconds: Any, asked: str) -> None:
         raise ConfigError(f"seconds={show(seconds)}: expected a number above 0")
 
 
+def refuse_measuring(step: Any, batch: Any, seconds: Any) -> None:
+    """Raise ConfigError for an argument that only a choice by measurement reads."""
+    no_batch = batch is None or (isinstance(batch, tuple | list) and not batch)
+    given = {"step": step is not None, "batch": not no_batch, "seconds": seconds != 60.0}
+    for name, is_set in given.items():
+        if is_set:
+            raise ConfigError(f"prepare got {name}=, which only level='auto' and layout='auto' use: drop it")
+
+
 def arguments_of(choice: LevelChoice, options: dict[str, Any], plan: Plan | None) -> dict[str, Any]:
     """The arguments of `prepare` for a choice; what belongs to 16 bits alone is left out in fp32."""
     given = dict(options)
@@ -303,8 +312,7 @@ def prepare(
         session.tuning = found
         print(f"halfstep: {found.reason}", file=sys.stderr, flush=True)
         return session
-    if step is not None:
-        raise ConfigError("prepare got step=, which only level='auto' and layout='auto' use: drop it")
+    refuse_measuring(step, batch, seconds)
     device = device_of(models)
     precision = lower(level, dtype, policy, plan, device, loss_scale)
     check_parts(precision, models, optimizers)

@@ -165,8 +165,7 @@ def save(
             the way that is no checkpoint. In the background: at the next `save` or `load`, or by
             `wait_until_saved`.
     """
-    if self.state.losses:
-        raise CheckpointError("save() between backward() and step(): gradients are not saved, step first")
+    _check_gradients(self)
     checkpoint.check_keep(Path(path), keep_last)
     write = _writer_of(path, storage, keep_last)
     _make_ready(self)
@@ -174,6 +173,7 @@ def save(
     held: dict[str, Any] = {"": rank(group) if self.stages else 0}
     masters = _masters(self)
     for number, (name, value, p) in enumerate(_tensors(self)):
+        shardfiles.check_layout(name, value)
         t = masters.get(id(p), value.detach())
         # Buffers may differ over ranks (batch norm): rank 0's, which DDP hands to all, and all of one rank.
         piece, held[name] = _split(t, 0 if p is None else number, group), tuple(t.shape)
@@ -191,6 +191,19 @@ def save(
     else:
         write(contents=contents, group=group)
     return Path(path) if storage is None else path
+
+
+def _check_gradients(session: Session) -> None:
+    """Raise CheckpointError where an optimizer has gradients of a loss that it has not stepped on."""
+    pending = frozenset[int]().union(*(loss.waiting for loss in session.state.losses))
+    for index in sorted(pending):
+        stepper = session._steppers[index]
+        applied = stepper.releases and stepper.optimizer.release.stats(None) is not None
+        if applied or stepper.has_gradients():
+            raise CheckpointError(
+                "save() between backward() and step(): gradients are not saved. Call step() first, or "
+                "zero_grad() to drop them"
+            )
 
 
 def _writer_of(path: str | Path, storage: Any, keep_last: int | None) -> Callable[..., None]:
@@ -242,6 +255,7 @@ def _manifest(
             {
                 "algorithm": checkpoint.algorithm_of(optimizer),
                 "names": own,
+                "sizes": [len(group["params"]) for group in optimizer.param_groups],
                 "state": {
                     own[key]: {
                         what: shardfiles.packed(value, f".optimizer.{index}.{own[key]}.{what}", shared)
@@ -283,7 +297,8 @@ def load(self: Session, path: str | Path, *, schedulers: Sequence[Any] = (), sto
     """Go on from what `save` wrote, on as many ranks as there are now; every rank calls.
 
     Model, optimizers, level and policy must be those that were saved; master and state formats may
-    differ. `storage` is "dcp" for what was saved with it, or a StorageReader of
+    differ, and so may the order of an optimizer's groups, which are matched by the names of their
+    parameters. `storage` is "dcp" for what was saved with it, or a StorageReader of
     torch.distributed.checkpoint. Returns `extra` and this rank's `position` (None where the number of
     ranks changed, which is said). Raises CheckpointError on every rank, with nothing changed, for a damaged
     or other checkpoint.
@@ -313,9 +328,13 @@ def _boxes(session: Session, wholes: Mapping[str, Sequence[int]]) -> dict[str, t
 def _load(self: Session, manifest: Mapping[str, Any], found: Found, schedulers: Sequence[Any]) -> Loaded:
     _check(self, manifest, found, schedulers)
     rest = shardfiles.unpacked(manifest["rest"], found.read)
+    states = [
+        _read_optimizer(optimizer, names, saved, found)
+        for optimizer, names, saved in zip(self.optimizers, optimizer_names(self), manifest["optimizers"])
+    ]
     self.load_state_dict(rest["session"])
-    for optimizer, names, saved in zip(self.optimizers, optimizer_names(self), manifest["optimizers"]):
-        _load_optimizer(optimizer, names, saved, found)
+    for optimizer, state in zip(self.optimizers, states):
+        optimizer.load_state_dict(state)
     _load_weights(self, found)
     for scheduler, state in zip(schedulers, rest["schedulers"]):
         scheduler.load_state_dict(state)
@@ -334,6 +353,13 @@ def _check(session: Session, manifest: Mapping[str, Any], found: Found, schedule
         raise CheckpointError(
             f"the checkpoint is of other optimizers: {algorithms} saved it, here are {here}"
         )
+    for optimizer, names, saved in zip(session.optimizers, optimizer_names(session), manifest["optimizers"]):
+        sources = _match_groups(optimizer, names, saved)
+        if schedulers and sources != sorted(sources):
+            raise CheckpointError(
+                "the optimizer's parameter groups stand in another order than when it was saved, and "
+                "schedulers keep learning rates by that order: build the groups in the saved order"
+            )
     ((kind, held),) = dict(manifest["rest"]["dict"])["schedulers"].items()
     count = len(held[1] if kind == "rows" else held)
     checkpoint.check_schedulers(count, len(schedulers))
@@ -344,26 +370,68 @@ def _box(found: Found, name: str, like: Tensor) -> Tensor:
     return found.read(name, *_box_of(like, found.wholes[name]))
 
 
-def _load_optimizer(
+def _read_optimizer(
     optimizer: torch.optim.Optimizer, names: Sequence[str], saved: Mapping[str, Any], found: Found
-) -> None:
-    if set(names) != set(saved["names"]):
-        raise CheckpointError(
-            "the checkpoint's optimizer holds other parameters: build it from the same model"
-        )
+) -> dict[str, Any]:
+    """The state dict that a checkpoint holds for an optimizer; it is matched by names and changes nothing."""
+    sources = _match_groups(optimizer, names, saved)
     state: dict[int, Any] = {}
     for number, (name, p) in enumerate(zip(names, parameters_of(optimizer))):
 
         def cut(place: str, p: Tensor = p) -> Any:
-            return as_shard("", _box(found, place, p), p)
+            return as_shard("", _laid_out(_box(found, place, p), local_of(p)), p)
 
         if entry := saved["state"].get(name):
             state[number] = {what: shardfiles.unpacked(value, cut) for what, value in entry.items()}
-    groups = [
-        {**shardfiles.unpacked(old, found.read), "params": new["params"]}
-        for old, new in zip(saved["groups"], optimizer.state_dict()["param_groups"])
-    ]
-    optimizer.load_state_dict({"state": state, "param_groups": groups})
+    groups = list[Any]()
+    for source, new in zip(sources, optimizer.state_dict()["param_groups"]):
+        options = shardfiles.unpacked(saved["groups"][source], found.read)
+        keeps = {key: new[key] for key in ("params", "param_names") if key in new}
+        groups.append({**{k: v for k, v in options.items() if k != "param_names"}, **keeps})
+    return {"state": state, "param_groups": groups}
+
+
+def _laid_out(value: Tensor, like: Tensor) -> Tensor:
+    """A value with the strides of `like`, where it has its shape: torch's fused optimizers walk memory."""
+    if value.shape != like.shape or like.is_contiguous():
+        return value
+    return torch.empty_like(like, dtype=value.dtype, device=value.device).copy_(value)
+
+
+def _match_groups(
+    optimizer: torch.optim.Optimizer, names: Sequence[str], saved: Mapping[str, Any]
+) -> list[int]:
+    """Which saved group each of the optimizer's is, by the names of its parameters.
+
+    Raises CheckpointError where a group holds other parameters than each of the saved ones.
+    """
+    if len(names) != len(saved["names"]) or set(names) != set(saved["names"]):
+        raise CheckpointError(
+            "the checkpoint's optimizer holds other parameters: build it from the same model"
+        )
+    sizes = [len(group["params"]) for group in optimizer.param_groups]
+    # Earlier versions wrote no sizes: then the order of the names alone says that groups are the same.
+    saved_sizes = saved.get("sizes", sizes if [*names] == [*saved["names"]] else [len(names)])
+    ours, theirs = _groups_of(names, sizes), _groups_of(saved["names"], saved_sizes)
+    free = [*range(len(theirs))]
+    sources = list[int]()
+    for number, group in enumerate(ours):
+        source = next((n for n in free if theirs[n] == group), None)
+        if source is None or len(ours) != len(theirs) or len(theirs) != len(saved["groups"]):
+            shown = ", ".join(sorted(group)[:3]) or "no parameter"
+            raise CheckpointError(
+                f"the checkpoint's optimizer has parameter groups of {saved_sizes} parameters, this one of "
+                f"{sizes}, and no saved group holds those of group {number} alone ({shown}, ...): build the "
+                "groups as they were when it was saved; their order may differ"
+            )
+        free.remove(source)
+        sources.append(source)
+    return sources
+
+
+def _groups_of(names: Sequence[str], sizes: Sequence[int]) -> list[frozenset[str]]:
+    ends = [*itertools.accumulate(sizes)]
+    return [frozenset(names[end - size : end]) for end, size in zip(ends, sizes)]
 
 
 @torch.no_grad()
