@@ -104,6 +104,9 @@ class GradientRelease:
         optimizer = self._optimizer()
         if optimizer is None or self._holding:
             return
+        if p.grad is not None and p.grad_dtype is torch.float32 and optimizer.accumulate is None:
+            p.grad_dtype = None
+            p.grad = p.grad.to(p.dtype)  # a sum of micro-batches, rounded once, as a kept one is
         stats = optimizer._release_one(p, self._inv_scale, self._last_norm, self.clip_norm)
         if stats is not None:
             self._seen.append(stats)

@@ -324,10 +324,12 @@ def settle(
     steppers: Sequence[Stepper],
     index: int,
     measured: AnyStats,
-    device: torch.device,
+    device_of: Callable[[], torch.device],
     over_ranks: Callable[[Tensor], Tensor] | None,
 ) -> tuple[list[Loss], Flag]:
     """Each loss of a step with all that its gradients held, and whether the step is to be skipped.
+
+    `device_of` is asked where flags of several optimizers or ranks meet.
 
     A loss found inf where any optimizer that it trains did, on any rank where there is `over_ranks` (law 3).
     What none of several losses brought counts with all of them.
@@ -340,13 +342,14 @@ def settle(
         found = either(loss.found, new)
         for other in () if loss.settled else sorted(loss.unseen - {index}):  # nobody has looked at these
             bad = ~all_finite(steppers[other].gradients())
+            device = device_of()
             found = either(found, bool(bad) if device.type == "cpu" else bad.to(device))
         amax = measured.amax if index in loss.unseen else loss.amax
         known.append(loss._replace(found=found, amax=amax))
     asking = [at for at, loss in enumerate(known) if not loss.settled]
     if over_ranks is not None and asking:
         own = [known[at].found for at in asking]
-        everyone = over_ranks(torch.stack([torch.as_tensor(flag, device=device) for flag in own]))
+        everyone = over_ranks(torch.stack([torch.as_tensor(flag, device=device_of()) for flag in own]))
         for at, mine, flag in zip(asking, own, everyone):
             known[at] = known[at]._replace(found=bool(flag) if isinstance(mine, bool) else flag)
     return known, reduce(either, (loss.found for loss in known))

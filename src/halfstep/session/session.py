@@ -229,7 +229,8 @@ class Session(Setup):
             ConfigError: a loss without a graph or of several numbers, an optimizer not of this session, or a
                 loss_id that has no scale. UnsupportedError: inside a CUDA graph capture.
         """
-        refuse_capture(self.device, "amp.backward()")
+        if torch.cuda.is_initialized():
+            refuse_capture(self.device, "amp.backward()")
         scales = self.state.loss_scales
         check_loss_id(loss_id, len(scales))
         loss, scale = one_loss(loss, kwargs), scales[loss_id]
@@ -312,7 +313,8 @@ class Session(Setup):
         16-bit gradients become fp32 first, so none is lost. A second call before the step does nothing.
         Raises as `step` does, and UnsupportedError where gradients are released during backward.
         """
-        refuse_capture(self.device, "amp.unscale()")
+        if torch.cuda.is_initialized():
+            refuse_capture(self.device, "amp.unscale()")
         index = index_of(self.optimizers, optimizer)
         self._take_added()
         losses_to_step(self.state, self._steppers[index], index)
@@ -362,7 +364,8 @@ class Session(Setup):
 
         The outcome's `scale` is what the gradients carried; of several losses, the lowest of their scales.
         """
-        refuse_capture(self.device, "amp.step()")
+        if torch.cuda.is_initialized():
+            refuse_capture(self.device, "amp.step()")
         index = index_of(self.optimizers, optimizer)
         check_clip(clip_norm)
         check_scheduler(scheduler)
@@ -447,7 +450,7 @@ class Session(Setup):
         else:
             measured, update = stepper.look_and_update(inv_scale, wants_max, clip_norm)
         over_ranks = partial(all_ranks, group=self._ranks.group) if skips and world_size() > 1 else None
-        losses, found = settle(losses, self._steppers, index, measured, self.device, over_ranks)
+        losses, found = settle(losses, self._steppers, index, measured, lambda: self.device, over_ranks)
         if skips:
             update = stepper.update(inv_scale, measured, clip_norm, found, clears)
         else:
