@@ -38,6 +38,12 @@ def test_what_is_written_for_the_device():
     run("tests/falsecuda/inside", "tests/gpu/test_numbers.py", "-m", "not exhaustive and not long")
 
 
+@pytest.mark.exhaustive
+@pytest.mark.skipif(bool(NO_DEVICE), reason=NO_DEVICE)
+def test_all_random_programs_and_waits():
+    run("tests/falsecuda/inside", "-m", "exhaustive")
+
+
 @pytest.mark.skipif(bool(NO_DEVICE), reason=NO_DEVICE)
 @pytest.mark.parametrize("group", list(selection.GROUPS))
 def test_ordinary_tests_pass_with_their_tensors_on_the_device(group: str):

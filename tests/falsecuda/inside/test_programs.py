@@ -142,7 +142,11 @@ def check(program: Program, tmp_path: Path) -> None:
     assert device[0] == rates, program
     names = [(dict(r)["taken"], dict(r)["finite"], dict(r)["scale"]) for r in records]
     assert [(dict(r)["taken"], dict(r)["finite"], dict(r)["scale"]) for r in device[2]] == names, program
-    bound = 2e-3 if program.dtype == "fp32" else 8e-2  # Adam moves elements of tiny gradients by their sign
+    first = [dict(r[2][0])["grad_norm"] for r in (device, (rates, weights, records))]
+    assert first[0] == pytest.approx(first[1], rel=1e-2, abs=1e-6, nan_ok=True), program
+    bound = 2e-3 if program.dtype == "fp32" else 8e-2
+    if program.level == "O3" and program.optimizer.endswith("AdamW"):
+        bound = 0.3  # whose 16-bit states turn the rounding of tiny gradients into whole steps
     for mine, theirs in zip(device[1], weights):
         assert (mine - theirs).norm() <= bound * (theirs.norm() + 0.1), program
 
