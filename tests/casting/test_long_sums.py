@@ -160,6 +160,7 @@ FORWARD: dict[str, Callable[[Tensor], Tensor]] = {
         s.new_zeros(2, 4).index_reduce(0, INDEX * 0, s, "mean", include_self=False) * USES
     ),
     "segment_reduce": lambda s: torch.segment_reduce(s, "sum", lengths=torch.tensor([USES])),
+    "adaptive_avg_pool3d": lambda s: F.adaptive_avg_pool3d(s.reshape(1, 1, USES, 2, 2), 2) * USES,
     "bilinear": lambda s: F.bilinear(s[:1, :1].expand(1, USES), s[:1, :1], s[:, :1].reshape(1, USES, 1)),
     "histc": lambda s: torch.histc(s[:, 0], 1, 0, 2),
     "sparse.mm": lambda s: torch.sparse.mm(

@@ -187,3 +187,53 @@ def test_the_audit_says_of_torch_s_fused_steps_what_is_true_of_them(kind, dtype)
     (optimizer, moved), (_, right) = run(True), run(False)
     idle = "fused step" in rules(hs.audit(nn.Linear(1, 1), optimizer))
     assert idle == (not torch.allclose(moved.float(), right.float(), rtol=0.1))
+
+
+class Normed(nn.Module):
+    """Norms whose weights begin at 1, beside matrices that hold most of the weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.line = nn.LayerNorm(32), nn.Linear(32, 64)
+
+    def forward(self, x):
+        return self.line(self.norm(x))
+
+
+def test_a_tensor_that_stands_still_is_not_hidden_by_its_group():
+    model = Normed().bfloat16()
+    rows = {row.rule: row.text for row in hs.audit(model, torch.optim.AdamW(model.parameters(), lr=1e-3))}
+    assert "1 of 4 bf16 tensors (shape [32]) are too coarse for a step of 0.001" in rows["learning rate"]
+    assert "learning rate" not in {row.rule for row in hs.audit(model, hs.optim.AdamW(model.parameters()))}
+
+
+def through_fp16(kind):
+    """An AdamW that trained a little, and its state as a file in fp16 would hold it."""
+    torch.manual_seed(0)
+    model = nn.Linear(8, 4)
+    optimizer = kind(model.parameters(), lr=1e-3)
+    for _ in range(3):
+        (model(torch.randn(16, 8)).square().mean() * 1e-2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    state = optimizer.state_dict()
+    for entry in state["state"].values():
+        for key in ("exp_avg", "exp_avg_sq"):
+            entry[key] = entry[key].half().float()
+    return model, kind(model.parameters(), lr=1e-3), state
+
+
+def test_second_moments_that_went_through_fp16_are_named():
+    model, optimizer, state = through_fp16(torch.optim.AdamW)
+    optimizer.load_state_dict(state)
+    rows = {row.rule: row.text for row in hs.audit(model, optimizer)}
+    assert "second moments are zero where first moments are not" in rows["zero moments"]
+    model, optimizer, state = through_fp16(hs.optim.AdamW)
+    with pytest.warns(hs.HalfstepWarning, match="went through fp16"):
+        optimizer.load_state_dict(state)
+    model, optimizer, state = through_fp16(torch.optim.AdamW)
+    hs.prepare(model, optimizer, level="O2", dtype="bf16")
+    with pytest.warns(hs.HalfstepWarning, match="went through fp16"):
+        optimizer.load_state_dict(state)
+    optimizer = torch.optim.AdamW(nn.Linear(8, 4).parameters())
+    assert "zero moments" not in {row.rule for row in hs.audit(nn.Linear(8, 4), optimizer)}

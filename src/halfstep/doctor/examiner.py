@@ -14,6 +14,7 @@ import math
 import multiprocessing
 import sys
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -50,6 +51,7 @@ from halfstep.numerics.snapshot import StepParticipants, is_session, prefixed, s
 from halfstep.numerics.tape import look, running_loop
 from halfstep.numerics.trace import Taping
 from halfstep.numerics.watch import Watch, watch
+from halfstep.optim.loading import find_zero_moments
 from halfstep.policy import levels
 from halfstep.torch_private import disable_current_modes
 from halfstep.trees import parameters_of
@@ -216,6 +218,7 @@ class Examiner:
         self._copies = Copies(self)
         self.inquiry = Inquiry(self._copies, self._steps)
         self._before: list[Tensor] = []
+        self._updated = weakref.WeakSet[torch.optim.Optimizer]()
         self._used = dict[Tensor, tuple[Tensor, int]]()
         """By parameter the gradient that an update used, and its version then."""
         self._stale = set[Tensor]()
@@ -331,6 +334,9 @@ class Examiner:
         stale = (p for p in updated if p in self._stale and p.grad is self._used[p][0])
         now.stale = now.stale or next((self.roster.name_of(p) for p in stale), "")
         self.on_gradients(updated)
+        if optimizer not in self._updated:
+            self._updated.add(optimizer)
+            now.flushed = next((words for _, words in find_zero_moments(optimizer)), now.flushed)
         self._before = [p.detach().clone() for p in updated]
 
     def on_stepping(self, optimizer: torch.optim.Optimizer) -> None:
@@ -376,14 +382,15 @@ class Examiner:
         self._stale -= {*(owner.parameters() if isinstance(owner, nn.Module) else parameters_of(owner))}
 
     def _flushed(self, optimizer: torch.optim.Optimizer, updated: list[Tensor]) -> str:
-        """Second moments that are zero in fp16 where most gradients are not, in words."""
-        lost = learning = 0
+        """Second moments of a tensor that are zero in fp16 where most gradients are not, in words."""
         for p in updated:
             squares = optimizer.state.get(p, {}).get("exp_avg_sq")
             if isinstance(squares, Tensor) and squares.dtype == FP16 and p.grad is not None:
-                lost += int(((squares == 0) & (p.grad != 0)).sum())
-                learning += int((p.grad != 0).sum())
-        return f"{lost} of {learning} second moments are zero in fp16" if 2 * lost > learning else ""
+                lost = int(((squares == 0) & (p.grad != 0)).sum())
+                learning = int((p.grad != 0).sum())
+                if 2 * lost > learning:
+                    return f"{lost} of {learning} second moments are zero in fp16"
+        return ""
 
     def on_step(self, owner: object, skipped: bool, finite: bool) -> None:
         """A step ends."""

@@ -400,7 +400,8 @@ def quiet_faults(ledger: Ledger) -> list[Fault]:
         found.append(_spike(ledger, spike))
     shares = [note.share for note in ledger.lost]
     share = statistics.median(shares) if len(shares) >= 2 else 0.0
-    if share >= _ALL_LOST:
+    still = [note for note in ledger.lost if note.worst_share >= _ALL_LOST and note.dtype != "fp32"]
+    if share >= _ALL_LOST or (len(still) >= 2 and len(still) == len(ledger.lost)):
         found.append(_lost(ledger, share))
     found += [*_uncleared(ledger), *_without_moments(ledger)]
     if ledger.too_long():
@@ -538,11 +539,15 @@ def _small_divisor(note: Note, tail: str, usually: float) -> Fault:
 
 
 def _lost(ledger: Ledger, share: float) -> Fault:
-    first = next(note for note in ledger.lost if note.share >= _ALL_LOST)
+    """Updates that most weights lose, or most weights of one tensor, of which a group shows little."""
+    of_all = share >= _ALL_LOST
+    first = next(note for note in ledger.lost if (note.share if of_all else note.worst_share) >= _ALL_LOST)
     note = ledger.notes[min(first.step, len(ledger.notes) - 1)]
+    lost = f"{share:.0%} of the updates are lost (worst: {first.worst})"
+    if not of_all:
+        lost = f"{first.worst_share:.0%} of the updates of {first.worst} are lost ({share:.0%} of all)"
     text = (
-        f"{share:.0%} of the updates are lost (worst: {first.worst}): they are smaller than half "
-        f"the spacing of the {first.dtype} weights, which stay as they are"
+        f"{lost}: they are smaller than half the spacing of the {first.dtype} weights, which stay as they are"
     )
     words = "keep fp32 master weights, which take up what 16 bits lose"
     cure = Cure("masters", words, ledger.terms.masters, specs=[("masters",)])

@@ -27,6 +27,7 @@ from halfstep.numerics.snapshot import StepParticipants, closed_over, listed
 from halfstep.numerics.tape import Node, is_users
 from halfstep.numerics.trace import trace_step
 from halfstep.numerics.uncast import casts_weights, low_ops, no_region, weights_fault, zero_epsilons
+from halfstep.optim.loading import find_zero_moments
 from halfstep.optim.masters import holder_of
 from halfstep.optim.resolution import expected_step, find_idle_steps, too_coarse
 from halfstep.policy.levels import LOW_DTYPES
@@ -110,6 +111,7 @@ def findings_at_rest(
         *(Finding("epsilon", *found) for found in zero_epsilons(parts.optimizers)),
         *(Finding("fused step", *found) for found in find_idle_steps(parts.optimizers)),
         *coarse_weights(parts.optimizers),
+        *_zero_moments(parts.optimizers),
         *_losses(parts, step),
         *_missing_scale(parts),
         *_unfit_weights(parts.session),
@@ -295,7 +297,7 @@ def _merged(where: str, buffer: Tensor, fmt: Format) -> Iterable[Finding]:
 
 
 def coarse_weights(optimizers: Iterable[torch.optim.Optimizer]) -> Iterable[Finding]:
-    """16-bit weights without masters, most of which an update at the group's learning rate leaves as is."""
+    """16-bit weights without masters, where an update at the group's rate leaves most of a tensor as is."""
     return (row for row in _low_weights(optimizers) if row.rule == "learning rate")
 
 
@@ -308,16 +310,28 @@ def _low_weights(optimizers: Iterable[torch.optim.Optimizer]) -> Iterable[Findin
             low = [p for p in group["params"] if p.dtype in LOW_DTYPES and p.requires_grad and not own]
             rate = group.get("initial_lr", group.get("lr"))  # a warm-up begins at 0
             steps = ((p, expected_step(p, group, float(rate))) for p in low if rate is not None)
-            coarse = [too_coarse(p, step)[1] for p, step in steps if step is not None]
-            lost, total = sum(int(c.sum()) for c in coarse), sum(c.numel() for c in coarse)
+            coarse = [(p, too_coarse(p, step)[1]) for p, step in steps if step is not None]
+            still = [p for p, lost in coarse if 2 * int(lost.sum()) > lost.numel()]
             name, where = dtype_name(low[0].dtype) if low else "", f"{kind} group {number}"
-            if 2 * lost > total:
-                text = f"{lost / total:.0%} of the {name} weights are too coarse for a step of {rate:g}"
+            if still:  # each tensor by itself: a norm that stands still is a small share of its group
+                shapes = ", ".join(dict.fromkeys(str(list(p.shape)) for p in still[:4]))
+                text = f"{len(still)} of {len(coarse)} {name} tensors (shape {shapes}) are too coarse for a "
+                text += f"step of {rate:g}: most of their weights will not move"
                 yield Finding("learning rate", where, text, masters_cure(optimizer, group))
             elif low and group.get("master") != "stochastic":
                 text = f"{kind} keeps no fp32 copy of {sum(p.numel() for p in low):,} {name} weights"
                 text += ": small updates are rounded away"
                 yield Finding("low weights", where, text, masters_cure(optimizer, group))
+
+
+def _zero_moments(optimizers: Iterable[torch.optim.Optimizer]) -> Iterable[Finding]:
+    """Optimizers whose second moments fp16 rounded to zero, by the first such parameter of each."""
+    for optimizer in optimizers:
+        first = next(find_zero_moments(optimizer), None)
+        if first is not None:
+            p, words = first
+            where = f"{type(optimizer).__name__} state of shape {list(p.shape)}"
+            yield Finding("zero moments", where, words, "load a state that was saved in fp32, or clear it")
 
 
 def masters_cure(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> str:

@@ -478,7 +478,7 @@ class Watch:
             for old, new in zip(held_before, now):
                 lost = lost & (old == spread(new))
             shares[name] = (torch.count_nonzero(lost), torch.count_nonzero(moved))
-            dtypes[name] = dtype_name(parameter.dtype)
+            dtypes[name] = dtype_name(parameter.dtype if len(now) == 1 else torch.float32)  # with a master
         if shares:
             values = torch.stack([v for pair in shares.values() for v in pair])
             self._late.append((send_to_host(values), partial(self._take_lost, self.step, dtypes)))

@@ -41,7 +41,7 @@ from halfstep.optim import (
 from halfstep.optim.algorithms import Algorithm
 from halfstep.optim.backends import Factor, Scalar
 from halfstep.optim.bundles import Bundle, Group, Place
-from halfstep.optim.loading import HasMasters
+from halfstep.optim.loading import HasMasters, warn_of_zero_moments
 from halfstep.optim.release import PARTLY, GradientRelease
 from halfstep.optim.split import is_described
 from halfstep.torch_private import (
@@ -511,6 +511,7 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
         release = state_dict["param_groups"][0].get("release")
         if self.release is not None and release is not None:
             self.release.load(release)
+        warn_of_zero_moments([self])
         for hook in load_hooks(self)[1].values():
             hook(self)
 

@@ -6,8 +6,9 @@ bits that the weights lack. Copies and pickles of a model keep empty ones.
 
 from __future__ import annotations
 
+import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AnySet
 from typing import Any, TypeGuard
 
@@ -16,8 +17,10 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from halfstep.distributed import local_of
+from halfstep.errors import HalfstepWarning
 from halfstep.optim import split
 from halfstep.policy.levels import LOW_DTYPES
+from halfstep.trees import parameters_of
 
 
 class HasMasters:
@@ -124,3 +127,37 @@ def _widened(value: Tensor, master: Tensor) -> Tensor:
     if value.dtype == torch.bfloat16:
         same |= split.round_away(master) == value
     return torch.where(same, master, value.to(torch.float32))
+
+
+# ---- moments that went through fp16 ----------------------------------------------------------------------
+
+
+@torch.no_grad()
+def find_zero_moments(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Tensor, str]]:
+    """Yield parameters most of whose second moments are zero beside first moments that are not, in words.
+
+    An Adam's squares cannot be: they went through fp16, which ends at 6e-8, and the next updates divide by
+    epsilon alone. Reads values back to the host. 8-bit codes, whose small values round to 0, are left out.
+    """
+    for p in parameters_of(optimizer):
+        entry = optimizer.state.get(p, {})
+        mean, square = entry.get("exp_avg"), entry.get("exp_avg_sq")
+        if isinstance(mean, Tensor) and isinstance(square, Tensor) and mean.shape == square.shape:
+            moves = local_of(mean) != 0
+            lost, count = int((moves & (local_of(square) == 0)).sum()), int(moves.sum())
+            if 2 * lost > count:
+                yield p, f"{lost} of {count} second moments are zero where first moments are not"
+
+
+def warn_of_zero_moments(optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Warn once of optimizers that were loaded with second moments that fp16 rounded to zero."""
+    for optimizer in optimizers:
+        for p, words in find_zero_moments(optimizer):
+            warnings.warn(
+                f"{type(optimizer).__name__} was loaded with a state that went through fp16: of a parameter "
+                f"of shape {list(p.shape)} {words}, so that its next updates divide by eps alone. Load a "
+                "state that was saved in fp32, or clear optimizer.state to start the moments anew",
+                HalfstepWarning,
+                stacklevel=3,
+            )
+            break

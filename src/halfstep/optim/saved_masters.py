@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from halfstep.errors import CheckpointError
 from halfstep.kernels import codes as L
 from halfstep.optim import checkpoints, entries, storage
+from halfstep.optim.loading import warn_of_zero_moments
 from halfstep.optim.master_link import Link, Master
 from halfstep.policy.levels import LOW_DTYPES
 from halfstep.torch_private import has_load_hooks, is_traceable_wrapper_subclass
@@ -76,6 +77,7 @@ class SavedMasters:
             p.copy_(value)
             if isinstance(p, Master):
                 p.write()
+        warn_of_zero_moments([optimizer])
 
 
 def _is_own(entry: Any) -> bool:

@@ -211,8 +211,8 @@ _SUMS_BY_INDEX = (
 # CPU: measured with torch 2.13 (tests/laws/test_law_18_long_sums.py finds them).
 SUMS_IN_16_BITS = {
     "cpu": (
-        "layer_norm native_layer_norm batch_norm group_norm instance_norm embedding embedding_bag "
-        + _SUMS_BY_INDEX
+        "layer_norm native_layer_norm batch_norm group_norm instance_norm embedding embedding_bag"
+        " adaptive_avg_pool3d " + _SUMS_BY_INDEX
     ),
 }
 
