@@ -306,7 +306,7 @@ def manifest_of(folder: Path, number: int = 0, ranks: int = 1) -> dict[str, Any]
     """
     path = folder / MANIFEST
     try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
+        manifest = json.loads(_text_of(path))
         *earlier, present = FOLDER_FORMATS
         if manifest["format"] not in FOLDER_FORMATS:
             known = ", ".join(map(str, earlier))
@@ -318,7 +318,9 @@ def manifest_of(folder: Path, number: int = 0, ranks: int = 1) -> dict[str, Any]
         for place, (name, known) in enumerate(sorted(manifest["files"].items())):
             if Path(name).name != name or not name.endswith(".safetensors"):
                 raise ValueError(f"it names a file outside of the folder, {name!r}")
-            if place % ranks == number and shardfiles.checksum(folder / name) != known["sha256"]:
+            if place % ranks == number and (
+                shardfiles.checksum(folder / name, known.get("bytes")) != known["sha256"]
+            ):
                 told = f"{folder / name} is corrupt: its checksum is not the manifest's"
                 raise CheckpointError(told, damaged=True)
     except NotADirectoryError:
@@ -335,6 +337,21 @@ def manifest_of(folder: Path, number: int = 0, ranks: int = 1) -> dict[str, Any]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged or not a manifest: {error}", damaged=True) from error
     return manifest
+
+
+_LARGEST_MANIFEST = 1 << 30
+
+
+def _text_of(path: Path) -> str:
+    """A manifest as it stands; ValueError, with little of it read, for what is none."""
+    with shardfiles.open_file(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        begins = file.read(1) == b"{"
+        file.seek(max(0, size - 16))
+        if size > _LARGEST_MANIFEST or not begins or not file.read(16).rstrip().endswith(b"}"):
+            raise ValueError(f"{size:,} bytes that are no JSON object")
+        file.seek(0)
+        return file.read().decode()
 
 
 class Background:
@@ -405,7 +422,7 @@ def _is_ours(folder: Path) -> bool:
     if folder.is_symlink():
         return False
     try:
-        with open(folder / MANIFEST, "rb") as file:
+        with shardfiles.open_file(folder / MANIFEST) as file:
             return b'"halfstep": "' in file.read(4096)
     except OSError:
         return False

@@ -7,15 +7,18 @@ about sizes or places is refused before a byte of data is believed.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import math
 import os
+import stat
 import struct
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -156,10 +159,23 @@ def position_sum(piece: Piece) -> int:
     return total % (1 << 64)
 
 
-def checksum(path: Path) -> str:
-    """SHA-256 of a file, in hex; CheckpointError where it cannot be read."""
+def open_file(path: Path) -> BufferedReader:
+    """Open a regular file to read; OSError for anything else, such as a pipe, on which it does not wait."""
+    handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(errno.EINVAL, "expected a regular file", str(path))
+    return open(handle, "rb")
+
+
+def checksum(path: Path, size: int | None = None) -> str:
+    """SHA-256 of a file, in hex; CheckpointError where it cannot be read or has another `size` in bytes."""
     try:
-        with open(path, "rb") as file:
+        with open_file(path) as file:
+            there = os.fstat(file.fileno()).st_size
+            if size is not None and there != size:
+                told = f"{path} is corrupt: it has {there:,} bytes, and the manifest says {size:,}"
+                raise CheckpointError(told, damaged=True)
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error}", damaged=True) from error
@@ -168,8 +184,8 @@ def checksum(path: Path) -> str:
 def read_header(path: Path) -> tuple[dict[str, StoredPiece], dict[str, Any]]:
     """Every piece of a file by name, and what `write` was told; CheckpointError for a lying header."""
     try:
-        size = path.stat().st_size
-        with open(path, "rb") as file:
+        with open_file(path) as file:
+            size = os.fstat(file.fileno()).st_size
             (length,) = struct.unpack("<Q", file.read(8))
             if length > min(size - 8, _LARGEST_HEADER):
                 raise ValueError(f"a header of {length} bytes in a file of {size}")
@@ -269,7 +285,7 @@ class Index:
             if len(self._files) == _OPEN:
                 self.close()
             header = read_header(self._paths[number])
-            self._files[number] = (self._opened.enter_context(self._paths[number].open("rb")), *header)
+            self._files[number] = (self._opened.enter_context(open_file(self._paths[number])), *header)
         return self._files[number]
 
     def about(self, number: int) -> dict[str, Any]:
@@ -288,24 +304,43 @@ class Index:
 
         CheckpointError where the pieces do not cover it.
         """
-        whole = self.wholes[name]
-        begin = (0,) * len(whole) if offsets is None else tuple(offsets)
-        size = whole if shape is None else tuple(shape)
+        begin, size = self._box(name, offsets, shape)
+        touching = self._pieces(name, begin, size)
         out = torch.empty(size, dtype=DTYPES[self._entries[self._of[name][0]][0]], device="cpu")
-        covered = 0
+        for number, _, low, high in touching:
+            file, stored, _ = self._file(number)
+            here = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, begin))
+            out[here] = stored[name].read(file, low, high)
+        return out
+
+    def check(
+        self, name: str, offsets: Sequence[int] | None = None, shape: Sequence[int] | None = None
+    ) -> None:
+        """Raise what `read` would raise for this box, by what the files say of themselves."""
+        self._pieces(name, *self._box(name, offsets, shape))
+
+    def _box(
+        self, name: str, offsets: Sequence[int] | None, shape: Sequence[int] | None
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        whole = self.wholes[name]
+        return (0,) * len(whole) if offsets is None else (*offsets,), whole if shape is None else (*shape,)
+
+    def _pieces(self, name: str, begin: tuple[int, ...], size: tuple[int, ...]) -> list[tuple[Any, ...]]:
+        """What of a box lies in which file; CheckpointError where that is not all of it."""
         touching = (one for n in self._of[name] for one in self._touching(n, begin, size))
         # What several ranks wrote alike is read once: shards of a part of the mesh, say.
-        for number, box, low, high in {one[1]: one for one in touching}.values():
-            file, stored, _ = self._file(number)
-            piece = stored.get(name)
-            if piece is None or (piece.dtype, piece.offsets, piece.shape) != (out.dtype, *box):
+        pieces = [*{one[1]: one for one in touching}.values()]
+        dtype, covered = DTYPES[self._entries[self._of[name][0]][0]], 0
+        for number, box, low, high in pieces:
+            piece = self._file(number)[1].get(name)
+            if piece is None or (piece.dtype, piece.offsets, piece.shape) != (dtype, *box):
                 raise CheckpointError(f"the files of the checkpoint disagree about {name!r}")
-            here = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, begin))
-            out[here] = piece.read(file, low, high)
             covered += math.prod(b - a for a, b in zip(low, high))
-        if covered != out.numel():
-            raise CheckpointError(f"the checkpoint holds {covered} of the {out.numel()} elements of {name!r}")
-        return out
+        if covered != math.prod(size):
+            raise CheckpointError(
+                f"the checkpoint holds {covered} of the {math.prod(size)} elements of {name!r}"
+            )
+        return pieces
 
     def _touching(self, entry: int, begin: Any, size: Any) -> list[tuple[Any, ...]]:
         """Files with something of a box, their piece, from where to where; once for tensors cut alike."""

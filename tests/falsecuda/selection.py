@@ -32,7 +32,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
 
 _LATER = "it expects in the step what a GPU tells a step later"
 _SPARSE = "the device has no sparse tensors"
-_CPU = "it names the CPU"
+_CPU = "it is about a CPU"
+_GLOO = "gloo joins its ranks, which ends the process where tensors are the device's"
 _BATCHES = "the Trainer looks over batches of the host alone: reading those of a GPU would wait"
 _SESSION = "tests/session/test_session.py::"
 _NEWCOMERS = "tests/behaviour/test_newcomers.py::"
@@ -42,6 +43,7 @@ _SCALER = "tests/scaling/test_grad_scaler.py::"
 
 CANNOT: dict[str, str] = {
     _SESSION + "test_no_loss_scale_takes_every_step_and_warns_once": _LATER,
+    _SESSION + "test_a_collapsing_scale_is_an_error": _LATER,
     _SESSION + "test_released_gradients_refuse_what_would_apply_twice_and_tell_a_partial_skip": _LATER,
     "tests/session/test_round.py::test_the_value_is_frozen_and_comes_back": _LATER,
     _LOOP + "test_bad_values_in_the_data_are_named_before_they_spoil_a_weight": _BATCHES,
@@ -69,6 +71,8 @@ CANNOT: dict[str, str] = {
     "tests/gradients/test_unscale.py::test_mixed_dtypes_sparse_and_none": _SPARSE,
     _SCALER + "test_sparse_gradients": _SPARSE,
     _SCALER + "test_sparse_duplicates_whose_sum_overflows_are_found": _SPARSE,
+    "tests/gradients/test_stats.py::test_a_look_without_the_largest_magnitude_agrees_with_measure": _CPU,
+    "tests/session/test_accumulate.py::test_the_error_of_many_micro_batches_does_not_grow_over_ranks": _GLOO,
     "tests/gradients/test_unscale.py::test_a_vendors_kernels_are_used": _CPU,
     _SCALER + "test_same_calls_same_scales_skips_and_bits_as_torch": _CPU,
     _SCALER + "test_state_says_what_torchs_five_entries_cannot[HeadroomLossScale]": (
@@ -78,5 +82,7 @@ CANNOT: dict[str, str] = {
 }
 """Tests of these files that are skipped, by name (with all or one of its parameters), with the reason."""
 
-FAULTS: dict[str, str] = {}
+FAULTS: dict[str, str] = {
+    _LOOP + "test_a_run_that_collapses_still_tells_its_steps": "on a GPU the history of such a run is empty",
+}
 """Tests of these files that fail for a known fault of halfstep: expected to, until it is mended."""

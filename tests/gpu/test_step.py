@@ -300,6 +300,7 @@ def test_with_released_gradients_it_raises_as_soon_and_flags_do_not_pile_up():
     steps(6)
     assert_no_more_flags(before)
     backward(-60000.0)
-    optimizer.step()
+    for _ in range(2):
+        optimizer.step()
     with pytest.raises(MasterRangeError, match="65504"):
         optimizer.step()

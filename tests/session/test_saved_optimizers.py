@@ -129,7 +129,7 @@ def check(case, path):
         return
     other[2].load(path, schedulers=other[3])
     assert bits(run)[0] == bits(other)[0]
-    if case["groups"] == "turned" and case["optimizer"][2].get("state_dtype") == "bf16":
+    if case["groups"] == "turned" and "state_dtype" in case["optimizer"][2]:
         return  # the noise of its rounding goes by the order of parameters
     train(run, range(3, 6))
     train(other, range(3, 6))

@@ -134,6 +134,10 @@ class Found:
         """The box of a tensor that was chosen."""
         return self.values[name]
 
+    def check(self, name: str, *box: Sequence[int]) -> None:
+        """Raise KeyError where the tensor was not read."""
+        self.values[name]
+
     def about(self, number: int) -> dict[str, Any]:
         """What a rank said of itself."""
         return _parsed(self.values[_about(number)])

@@ -8,24 +8,25 @@ and reads it.
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from halfstep import checkpoint, rng, shardfiles
-from halfstep.distributed import local_of, rank, world_size
+from halfstep.distributed import gather, local_of, rank, world_size
 from halfstep.distributed.reduce import Group
-from halfstep.errors import CheckpointError, HalfstepWarning, UnsupportedError
+from halfstep.errors import CheckpointError, HalfstepError, HalfstepWarning, UnsupportedError
 from halfstep.names import fqns
 from halfstep.optim.checkpoints import KEPT
 from halfstep.optim.masters import holder_of, holders_of, weight_of
@@ -311,7 +312,9 @@ def load(self: Session, path: str | Path, *, schedulers: Sequence[Any] = (), sto
         read = dcp.read(str(path), partial(_boxes, self), self.group, storage)
         return _load(self, read.manifest, read, schedulers)
     path, manifest = checkpoint.read_manifest(checkpoint.local(path), self.group)
-    with closing(shardfiles.Index(path, manifest["files"], manifest.get("index"))) as found:
+    with _damage_named():
+        index = shardfiles.Index(path, manifest["files"], manifest.get("index"))
+    with closing(index) as found:
         return _load(self, manifest, found, schedulers)
 
 
@@ -325,21 +328,171 @@ def _boxes(session: Session, wholes: Mapping[str, Sequence[int]]) -> dict[str, t
     return {name: _box_of(cut[name], whole) for name, whole in wholes.items()}
 
 
+class _Content(NamedTuple):
+    """What a checkpoint holds for this rank but the weights, read and checked."""
+
+    rest: Mapping[str, Any]
+    optimizers: list[dict[str, Any]]
+    rank: Mapping[str, Any] | None
+    """Random generators and position; None where the number of ranks changed."""
+
+
 def _load(self: Session, manifest: Mapping[str, Any], found: Found, schedulers: Sequence[Any]) -> Loaded:
-    _check(self, manifest, found, schedulers)
-    rest = shardfiles.unpacked(manifest["rest"], found.read)
-    states = [
-        _read_optimizer(optimizer, names, saved, found)
-        for optimizer, names, saved in zip(self.optimizers, optimizer_names(self), manifest["optimizers"])
-    ]
-    self.load_state_dict(rest["session"])
-    for optimizer, state in zip(self.optimizers, states):
-        optimizer.load_state_dict(state)
+    content, error = None, None
+    try:
+        with _damage_named():
+            content = _read(self, manifest, found, schedulers)
+    except HalfstepError as raised:
+        error = raised
+    told = gather(None if error is None else (str(error), getattr(error, "damaged", False)), self.group)
+    if error is not None:
+        raise error
+    for text, damaged in filter(None, told):
+        raise CheckpointError(text, damaged=damaged)
+    assert content is not None
+    with _undone_on_error(self, schedulers):
+        self.load_state_dict(content.rest["session"])
+        for optimizer, state in zip(self.optimizers, content.optimizers):
+            optimizer.load_state_dict(state)
+        for scheduler, state in zip(schedulers, content.rest["schedulers"]):
+            scheduler.load_state_dict(state)
     _load_weights(self, found)
-    for scheduler, state in zip(schedulers, rest["schedulers"]):
-        scheduler.load_state_dict(state)
-    checkpoint.warn_if_threads_differ(manifest["threads"])
-    return Loaded(rest["extra"], _own_part(manifest, found, self.group))
+    if content.rank is not None:
+        rng.load_random_state(content.rank["random"])
+    _warn_of_ranks_and_threads(manifest, self.group)
+    return Loaded(content.rest["extra"], None if content.rank is None else content.rank["position"])
+
+
+@contextmanager
+def _damage_named() -> Generator[None]:
+    """Raise what Python or torch say of values that cannot be as a CheckpointError."""
+    try:
+        yield
+    except HalfstepError:
+        raise
+    except (
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        OSError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as error:
+        what = (str(error).splitlines() or [""])[0]
+        raise CheckpointError(
+            "the checkpoint is damaged: its manifest does not describe its files, or says what cannot be "
+            f"({type(error).__name__}: {what:.200})",
+            damaged=True,
+        ) from error
+
+
+@contextmanager
+def _undone_on_error(session: Session, schedulers: Sequence[Any]) -> Generator[None]:
+    """Put session, optimizers and schedulers back where one of them refuses its state."""
+    restore, kernels = session.remember(), session.kernels
+    before = [
+        (o, o.param_groups, [dict(group) for group in o.param_groups], o.state, {**o.state})
+        for o in session.optimizers
+    ]
+    entries = [{p: {**entry} for p, entry in state.items()} for *_, state in before]
+    past = [{**scheduler.state_dict()} for scheduler in schedulers]
+    try:
+        yield
+    except Exception as error:
+        restore()
+        session.kernels = kernels
+        for (optimizer, groups, options, state, _), old in zip(before, entries):
+            for group, values in zip(groups, options):
+                group.clear()
+                group.update(values)
+            state.clear()
+            state.update(old)
+            optimizer.param_groups, optimizer.state = groups, state
+        for scheduler, old in zip(schedulers, past):
+            scheduler.load_state_dict(old)
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"the checkpoint does not fit, nothing was changed: {error}") from error
+
+
+def _read(session: Session, manifest: Mapping[str, Any], found: Found, schedulers: Sequence[Any]) -> _Content:
+    """Read and check all that a checkpoint holds, but for the weights' values, and change nothing."""
+    _check(session, manifest, found, schedulers)
+    used = set[str]()
+
+    def read(name: str, *box: Sequence[int]) -> Tensor:
+        used.add(name)
+        return found.read(name, *box)
+
+    rest = shardfiles.unpacked(manifest["rest"], read)
+    session._restored(rest["session"])
+    rest["extra"]  # a KeyError now
+    for number, (scheduler, state) in enumerate(zip(schedulers, rest["schedulers"], strict=True)):
+        if type(scheduler).__module__.startswith("torch."):  # what others keep is theirs to change
+            _check_options(f"scheduler {number}", state, scheduler.state_dict(), whole=True)
+    states = list[dict[str, Any]]()
+    for optimizer, names, saved in zip(session.optimizers, optimizer_names(session), manifest["optimizers"]):
+        states.append(_read_optimizer(optimizer, names, saved, found.wholes, read))
+    private = (".optimizer.", ".rest.") if manifest["format"] != 1 else ("optimizer.", "rest.")
+    if unused := [name for name in found.wholes if name.startswith(private) and name not in used]:
+        raise CheckpointError(
+            f"the checkpoint is damaged: its manifest leaves out {len(unused)} of its tensors, the first "
+            f"{unused[0]!r}",
+            damaged=True,
+        )
+    for name, value, _ in _tensors(session):
+        found.check(name, *_box_of(value, found.wholes[name]))
+    return _Content(rest, states, _rank_content(session, manifest, found))
+
+
+def _rank_content(session: Session, manifest: Mapping[str, Any], found: Found) -> Mapping[str, Any] | None:
+    """This rank's random generators and position, tried once; None where the number of ranks changed."""
+    if not all(type(manifest[key]) is int for key in ("ranks", "threads")):
+        raise ValueError("ranks and threads are whole numbers")
+    if manifest["ranks"] != world_size(session.group):
+        return None
+    mine = rank(session.group)
+    content = shardfiles.unpacked(found.about(mine)["own"], partial(found.private, mine))
+    content["position"]
+    before = rng.random_state()
+    try:
+        rng.load_random_state(content["random"])
+    finally:
+        rng.load_random_state(before)
+    return content
+
+
+def _check_options(
+    what: str,
+    saved: Mapping[str, Any],
+    here: Mapping[str, Any],
+    whole: bool = False,
+    empty: Collection[str] = (),
+) -> None:
+    """Raise CheckpointError where saved options are of other kinds than those here; `empty` ones may be None.
+
+    With `whole`, also where a public one is missing.
+    """
+    for key, value in here.items():
+        if key not in saved and whole and not key.startswith("_"):
+            raise CheckpointError(f"the checkpoint's {what} has no {key!r}: it is another one's")
+        if key not in saved or (saved[key] is None and (value is None or key in empty)):
+            continue
+        given, expected = _kind_of(saved[key]), _kind_of(value)
+        if value is not None and given != expected:
+            raise CheckpointError(f"the checkpoint's {what} has a {given} as {key!r}, expected a {expected}")
+
+
+def _kind_of(value: Any) -> str:
+    kinds = {
+        "flag": bool,
+        "number": (int, float, Tensor),
+        "text": str,
+        "sequence": (list, tuple),
+        "mapping": Mapping,
+    }
+    return next((kind for kind, types in kinds.items() if isinstance(value, types)), type(value).__name__)
 
 
 def _check(session: Session, manifest: Mapping[str, Any], found: Found, schedulers: Sequence[Any]) -> None:
@@ -371,23 +524,37 @@ def _box(found: Found, name: str, like: Tensor) -> Tensor:
 
 
 def _read_optimizer(
-    optimizer: torch.optim.Optimizer, names: Sequence[str], saved: Mapping[str, Any], found: Found
+    optimizer: torch.optim.Optimizer,
+    names: Sequence[str],
+    saved: Mapping[str, Any],
+    wholes: Mapping[str, Sequence[int]],
+    read: Callable[..., Tensor],
 ) -> dict[str, Any]:
     """The state dict that a checkpoint holds for an optimizer; it is matched by names and changes nothing."""
-    sources = _match_groups(optimizer, names, saved)
     state: dict[int, Any] = {}
     for number, (name, p) in enumerate(zip(names, parameters_of(optimizer))):
 
-        def cut(place: str, p: Tensor = p) -> Any:
-            return as_shard("", _laid_out(_box(found, place, p), local_of(p)), p)
+        def cut(place: str, p: Tensor = p, name: str = name) -> Any:
+            if f".{name}." not in place:
+                raise ValueError(f"{place!r} as a state of {name!r}")
+            return as_shard("", _laid_out(read(place, *_box_of(p, wholes[place])), local_of(p)), p)
 
         if entry := saved["state"].get(name):
             state[number] = {what: shardfiles.unpacked(value, cut) for what, value in entry.items()}
     groups = list[Any]()
-    for source, new in zip(sources, optimizer.state_dict()["param_groups"]):
-        options = shardfiles.unpacked(saved["groups"][source], found.read)
+    optional = {
+        option
+        for kind in type(optimizer).__mro__
+        for option, about in inspect.signature(kind.__init__).parameters.items()
+        if about.default is None
+    }
+    sources = _match_groups(optimizer, names, saved)
+    for number, (source, new) in enumerate(zip(sources, optimizer.state_dict()["param_groups"])):
+        options = shardfiles.unpacked(saved["groups"][source], read)
+        _check_options(f"parameter group {number}", options, new, empty=optional)
         keeps = {key: new[key] for key in ("params", "param_names") if key in new}
-        groups.append({**{k: v for k, v in options.items() if k != "param_names"}, **keeps})
+        defaults = {key: new[key] for key in optimizer.defaults if key in new}
+        groups.append({**defaults, **{k: v for k, v in options.items() if k != "param_names"}, **keeps})
     return {"state": state, "param_groups": groups}
 
 
@@ -447,18 +614,12 @@ def _load_weights(session: Session, found: Found) -> None:
             local_of(value).copy_(_box(found, name, value))
 
 
-def _own_part(manifest: Mapping[str, Any], found: Found, group: Group | None) -> Any:
-    """Set this rank's random generators; returns its position."""
-    here = world_size(group)
-    if manifest["ranks"] != here:
+def _warn_of_ranks_and_threads(manifest: Mapping[str, Any], group: Group | None) -> None:
+    checkpoint.warn_if_threads_differ(manifest["threads"])
+    if manifest["ranks"] != world_size(group):
         warnings.warn(
-            f"the checkpoint was written by {manifest['ranks']} ranks and is read by {here}: weights "
-            "and states are exact, random generators and positions in the data begin anew",
+            f"the checkpoint was written by {manifest['ranks']} ranks and is read by {world_size(group)}: "
+            "weights and states are exact, random generators and positions in the data begin anew",
             HalfstepWarning,
             stacklevel=4,
         )
-        return None
-    mine = rank(group)
-    own = shardfiles.unpacked(found.about(mine)["own"], partial(found.private, mine))
-    rng.load_random_state(own["random"])
-    return own["position"]

@@ -553,12 +553,17 @@ class Session(Setup):
         Raises:
             CheckpointError: not such a state, or one of another level or policy; nothing is changed then.
         """
+        self.state, self.kernels = self._restored(state)
+        self._queue.forget()  # outcomes still on their way are of the state that ends here
+
+    def _restored(self, state: Mapping[str, Any]) -> tuple[StepState, kernel_choice.KernelTable]:
+        """What `load_state_dict` puts into the session; raises what it raises, and changes nothing."""
         check_state(state, self.level, self.policy)
         remembered = self.state.restored(state)
-        self._queue.forget()  # outcomes still on their way are of the state that ends here
-        if "kernels" in state:
-            self.kernels = kernel_choice.restored(state["kernels"], self.kernels)
-        self.state = remembered
+        kernels = (
+            kernel_choice.restored(state["kernels"], self.kernels) if "kernels" in state else self.kernels
+        )
+        return remembered, kernels
 
     def remember(self, history: bool = True) -> Callable[[], None]:
         """Note all that a step changes in the session; the result puts it back, any number of times."""

@@ -1,0 +1,174 @@
+"""Checkpoints that were altered, with right checksums, and other things in the place of their files.
+
+Each is one CheckpointError, and model, optimizers and session stay as they were.
+"""
+
+import json
+import os
+import random
+import shutil
+
+import pytest
+import torch
+from torch import nn
+
+import halfstep as hs
+from halfstep.checkpoint import checksum_of
+from halfstep.errors import CheckpointError
+
+VALUES = (None, True, -1, 1 << 40, 0.5, "x", [], [1], {}, {"x": 1}, {"tensor": "0.weight"}, float("nan"))
+
+
+def build(seed=0):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    optimizers = [
+        hs.optim.AdamW(model[0].parameters(), lr=0.01),
+        torch.optim.AdamW([*model[1].parameters(), *model[2].parameters()], lr=0.01),
+    ]
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizers[1], [2, 2])
+    return (
+        model,
+        optimizers,
+        scheduler,
+        hs.prepare(model, optimizers, level="O2", dtype="bf16", kernels="native"),
+    )
+
+
+def train(run):
+    model, optimizers, scheduler, amp = run
+    with amp.autocast():
+        loss = model(torch.ones(4, 3) * torch.arange(4)[:, None]).float().square().mean()
+    amp.backward(loss)
+    for optimizer in optimizers:
+        amp.step(optimizer)
+    scheduler.step()
+
+
+def bits(run):
+    """All that a load may change, as text."""
+    model, optimizers, scheduler, amp = run
+    masters = [hs.optim.fp32_state_dict(model, optimizer) for optimizer in optimizers]
+    states = [optimizer.state_dict() for optimizer in optimizers]
+    return repr((model.state_dict(), masters, states, scheduler.state_dict(), amp.state_dict()))
+
+
+def alter(manifest, choose):
+    """Change, delete or double one value somewhere in a manifest."""
+    at, key = manifest, choose.choice([*manifest])
+    while isinstance(at[key], dict | list) and at[key] and choose.random() < 0.85:
+        at = at[key]
+        key = choose.choice([*at]) if isinstance(at, dict) else choose.randrange(len(at))
+    deed = choose.random()
+    if deed < 0.2:
+        del at[key]
+    elif deed < 0.3 and isinstance(at, list):
+        at.append(at[key])
+    else:
+        at[key] = choose.choice(VALUES)
+    return f"{key!r} of {at!s:.80}"
+
+
+def write(path, manifest):
+    manifest.pop("sha256", None)
+    path.write_text(json.dumps({**manifest, "sha256": checksum_of(manifest)}))
+
+
+def check_altered(tmp_path, seeds):
+    torch.set_printoptions(precision=10)
+    source = build()
+    train(source)
+    source[3].save(tmp_path / "a", schedulers=[source[2]])
+    path = tmp_path / "a" / "manifest.json"
+    whole = path.read_text()
+    run, refused = build(1), 0
+    train(run)
+    for seed in seeds:
+        manifest = json.loads(whole)
+        what = alter(manifest, random.Random(seed))
+        write(path, manifest)
+        before = bits(run)
+        try:
+            run[3].load(tmp_path / "a", schedulers=[run[2]])
+        except CheckpointError:
+            assert bits(run) == before, (seed, what)
+            refused += 1
+        except Exception as error:
+            raise AssertionError(f"seed {seed}: {what}") from error
+        else:  # another learning rate, say: a run can go on by it
+            path.write_text(whole)
+            try:
+                train(run)
+            except Exception as error:
+                raise AssertionError(f"seed {seed}, a step after it: {what}") from error
+            run[3].load(tmp_path / "a", schedulers=[run[2]])
+    assert refused > len(seeds) / 2
+    torch.set_printoptions(profile="default")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_altered_manifests_are_refused_before_anything_changes(tmp_path):
+    check_altered(tmp_path, range(60))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.filterwarnings("ignore")
+def test_three_hundred_altered_manifests_are_refused_before_anything_changes(tmp_path):
+    check_altered(tmp_path, range(300))
+
+
+def huge(path):
+    with open(path, "wb") as file:
+        file.truncate(1 << 40)
+
+
+THINGS = {
+    "pipe": os.mkfifo,
+    "directory": os.mkdir,
+    "link to nothing": lambda path: path.symlink_to("nothing"),
+    "link to itself": lambda path: path.symlink_to(path),
+    "link to a device": lambda path: path.symlink_to("/dev/zero"),
+    "truncated": lambda path: path.write_bytes(b'{"halfstep": "0.1.0"'),
+    "empty": lambda path: path.touch(),
+    "huge": huge,
+    "nothing": lambda path: None,
+}
+
+
+@pytest.mark.parametrize("thing", THINGS)
+@pytest.mark.parametrize("file", ["manifest.json", "rank-00000-of-00001.safetensors"])
+def test_another_thing_in_the_place_of_a_file_is_refused(tmp_path, file, thing):
+    run = build()
+    run[3].save(tmp_path / "a")
+    (tmp_path / "a" / file).unlink()
+    THINGS[thing](tmp_path / "a" / file)
+    before = bits(run)
+    with pytest.raises(CheckpointError):
+        run[3].load(tmp_path / "a")
+    assert bits(run) == before
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+    shutil.rmtree(tmp_path / "a")
+
+
+def test_a_save_does_not_wait_for_a_pipe_in_its_place(tmp_path):
+    run = build()
+    (tmp_path / "a").mkdir()
+    os.mkfifo(tmp_path / "a" / "manifest.json")
+    with pytest.raises(CheckpointError, match="no checkpoint of halfstep"):
+        run[3].save(tmp_path / "a")
+
+
+def test_an_optimizer_that_refuses_its_state_leaves_nothing_changed(tmp_path):
+    source = build()
+    train(source)
+    source[3].save(tmp_path / "a", schedulers=[source[2]])
+    run = build(1)
+
+    def refuse(state):
+        raise RuntimeError("not mine")
+
+    run[1][1].load_state_dict = refuse
+    before = bits(run)
+    with pytest.raises(CheckpointError, match="nothing was changed: not mine"):
+        run[3].load(tmp_path / "a", schedulers=[run[2]])
+    assert bits(run) == before
