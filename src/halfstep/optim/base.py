@@ -72,7 +72,7 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
     """
 
     one_pass = True
-    fixed_options: ClassVar[frozenset[str]] = frozenset()
+    _fixed_options: ClassVar[frozenset[str]] = frozenset()
     """Options of groups that make the class what it is: a checkpoint of another class leaves them alone."""
 
     def __init__(
@@ -625,7 +625,7 @@ class AdamW(Adam):
     The state of an Adam is loaded as torch's AdamW loads it: its numbers, and weight decay stays decoupled.
     """
 
-    fixed_options = frozenset({"decoupled_weight_decay"})
+    _fixed_options = frozenset({"decoupled_weight_decay"})
 
     def __init__(
         self,

@@ -227,7 +227,7 @@ def read(
     """
     saved_groups = state_dict["param_groups"]
     sources = match_groups(optimizer.param_groups, saved_groups)
-    stays = {*OWN_OPTIONS, *optimizer.fixed_options}
+    stays = {*OWN_OPTIONS, *optimizer._fixed_options}
     groups = [_options(group, saved, stays) for group, saved in zip(optimizer.param_groups, saved_groups)]
     found: dict[Tensor, tuple[Group, Tensor | None]] = {}
     for p, _, place in optimizer._places():

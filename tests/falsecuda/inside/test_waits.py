@@ -12,6 +12,7 @@ import halfstep as hs
 from tests import falsecuda
 
 CUDA = torch.device("cuda")
+pytestmark = pytest.mark.filterwarnings("ignore:.*too coarse for a step")  # O3 with torch's AdamW
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "hs": hs.optim.AdamW,
     "hs bf16 states": lambda p: hs.optim.AdamW(p, state_dtype="bf16"),
