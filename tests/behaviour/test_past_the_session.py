@@ -256,6 +256,7 @@ def test_prepare_changes_nothing_if_it_raises(kind, wrong):
     hs.prepare(model, optimizer, level="O2", dtype="bf16").revert()
 
 
+@pytest.mark.filterwarnings("ignore:.*too coarse for a step")
 @each_kind
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_revert_finds_what_was_prepared_through_the_model(kind, level):

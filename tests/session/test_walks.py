@@ -40,7 +40,7 @@ def made(cls: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 @pytest.mark.parametrize("cls", [torch.optim.AdamW, hs.optim.AdamW])
 @pytest.mark.parametrize(("level", "dtype"), [("O1", "bf16"), ("O1", "fp16"), ("O2", "bf16"), ("O2", "fp16")])
-def test_a_checked_step_enters_eighteen_files(cls: Any, level: str, dtype: str):
+def test_a_checked_step_enters_twenty_files(cls: Any, level: str, dtype: str):
     model, optimizer = made(cls)
     amp = hs.prepare(model, optimizer, level=level, dtype=dtype, kernels="native")
     for i in range(5):
@@ -50,7 +50,7 @@ def test_a_checked_step_enters_eighteen_files(cls: Any, level: str, dtype: str):
         if i < 4:
             amp.step(clip_norm=1.0)
     entered = files_of(lambda: amp.step(clip_norm=1.0), lambda frame, value: True)
-    assert 1 <= len(entered) <= 18, sorted(entered)
+    assert 1 <= len(entered) <= 20, sorted(entered)
 
 
 @pytest.mark.parametrize("cls", [torch.optim.AdamW, hs.optim.AdamW])

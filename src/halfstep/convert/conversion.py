@@ -405,7 +405,8 @@ class _Casting:
         if edge or any(t.dtype != dtype for _, _, t in own_tensors(module)):
             self.record._handles += Inside(self.record._power, dtype, edge=edge).attach(module)
             self._note(path, f"ops {computes.value}", None, dtype, rule.reason)
-        if edge and rule.output is not None and rule.output != dtype:
+        default_in_fp32 = not rule.required and above is not None and above.computes is Rule.FULL
+        if edge and rule.output is not None and rule.output != dtype and not default_in_fp32:
             self._cast("outputs", path, module, rule.output, rule.reason)
 
     def _edit_ops(self, path: str, module: nn.Module, rule: PlanRule) -> None:

@@ -130,7 +130,7 @@ def check_sharing(
         own, mine = isinstance(optimizer, HasMasters), f"optimizer {index} ({type(optimizer).__name__})"
         for group in optimizer.param_groups:
             keeps = group["master"] in ("exact", "fp32") if own else masters
-            low = (w for w in map(weight_of, group["params"]) if w.dtype in LOW_DTYPES)
+            low = (w for w in map(weight_of, group["params"]) if w.dtype in LOW_DTYPES and w.requires_grad)
             for weight in low if keeps else ():
                 if (other := holders.setdefault(weight, mine)) != mine:
                     raise ConfigError(
