@@ -117,7 +117,7 @@ def test_what_shows_without_a_step_is_told_of_what_the_step_names():
     document = hs.doctor.examine(step, torch.randn(8, 4).bfloat16())
     assert [f.rule for f in document.lint] == ["learning rate"]
     assert not document.healthy
-    assert "100% of the bf16 weights are too coarse for a step of 1e-07" in document.headline
+    assert "2 of 2 bf16 tensors (shape [1, 4], [1]) are too coarse for a step of 1e-07" in document.headline
 
 
 def test_a_skip_by_torchs_scaler_is_harmless_while_it_is_on():

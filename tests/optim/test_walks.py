@@ -52,9 +52,9 @@ def test_a_step_enters_eight_files(cls: Any, dtype: torch.dtype):
 
 
 @pytest.mark.parametrize("cls", [AdamW, SGD, Lion])
-def test_loading_a_state_enters_eight_files(cls: Any):
+def test_loading_a_state_enters_ten_files(cls: Any):
     optimizer = steady(cls, torch.bfloat16)
     state = copy.deepcopy(optimizer.state_dict())
     optimizer.load_state_dict(copy.deepcopy(state))
     entered = files_of(lambda: optimizer.load_state_dict(state))
-    assert 1 <= len(entered) <= 8, sorted(entered)
+    assert 1 <= len(entered) <= 10, sorted(entered)

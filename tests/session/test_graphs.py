@@ -34,6 +34,7 @@ def capture(monkeypatch: pytest.MonkeyPatch):
     def begin(*owners: Any) -> None:
         for owner in owners:
             monkeypatch.setattr(type(owner), "device", torch.device("cuda", 0))
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
 
     return begin

@@ -91,6 +91,7 @@ def train(
     return refs
 
 
+@pytest.mark.filterwarnings("ignore:.*too coarse for a step")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("level", LEVELS)
 def test_nothing_is_alive_after_training(level, kind):

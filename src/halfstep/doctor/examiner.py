@@ -382,15 +382,14 @@ class Examiner:
         self._stale -= {*(owner.parameters() if isinstance(owner, nn.Module) else parameters_of(owner))}
 
     def _flushed(self, optimizer: torch.optim.Optimizer, updated: list[Tensor]) -> str:
-        """Second moments of a tensor that are zero in fp16 where most gradients are not, in words."""
+        """Second moments that are zero in fp16 where most gradients are not, in words."""
+        lost = learning = 0
         for p in updated:
             squares = optimizer.state.get(p, {}).get("exp_avg_sq")
             if isinstance(squares, Tensor) and squares.dtype == FP16 and p.grad is not None:
-                lost = int(((squares == 0) & (p.grad != 0)).sum())
-                learning = int((p.grad != 0).sum())
-                if 2 * lost > learning:
-                    return f"{lost} of {learning} second moments are zero in fp16"
-        return ""
+                lost += int(((squares == 0) & (p.grad != 0)).sum())
+                learning += int((p.grad != 0).sum())
+        return f"{lost} of {learning} second moments are zero in fp16" if 2 * lost > learning else ""
 
     def on_step(self, owner: object, skipped: bool, finite: bool) -> None:
         """A step ends."""
