@@ -56,7 +56,7 @@ def on_a_cpu(*options: str) -> None:
 
 
 KERNELS = "tests/gpu/test_kernels.py"
-NOT_HERE = ("--ignore", KERNELS, "--ignore", "tests/gpu/test_numbers.py")  # which needs two devices
+TWO_DEVICES = ("--ignore", "tests/gpu/test_numbers.py")  # the CPU and another
 
 
 @needs_triton
@@ -67,20 +67,13 @@ def test_the_kernels_on_a_cpu():
 @needs_triton
 @pytest.mark.skipif(bool(NO_DEVICE), reason=NO_DEVICE)
 def test_the_other_gpu_tests_on_a_cpu():
-    on_a_cpu("tests/gpu", *NOT_HERE, "-m", "not exhaustive and not long")
+    on_a_cpu("tests/gpu", "--ignore", KERNELS, *TWO_DEVICES, "-m", "not exhaustive and not long")
 
 
 @needs_triton
 @pytest.mark.long
-@pytest.mark.skipif(bool(NO_DEVICE), reason=NO_DEVICE)
-def test_more_of_the_other_gpu_tests_on_a_cpu():
-    on_a_cpu("tests/gpu", *NOT_HERE, "-m", "long and not exhaustive")
-
-
-@needs_triton
-@pytest.mark.long
-def test_more_of_the_kernels_on_a_cpu():
-    on_a_cpu(KERNELS, "-m", "long")
+def test_more_of_the_gpu_tests_on_a_cpu():
+    on_a_cpu("tests/gpu", *TWO_DEVICES, "-m", "long and not exhaustive")
 
 
 @needs_triton
