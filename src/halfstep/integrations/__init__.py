@@ -100,6 +100,12 @@ def run_within(session: hs.Session, model: nn.Module, widen: Callable[[Any], Any
     model.register_forward_hook(leave, always_call=True)
 
 
+def measured_norm(session: hs.Session, optimizer: torch.optim.Optimizer | None = None) -> Tensor:
+    """The unscaled 2-norm of the gradients now, on their device; see `Session.measure`."""
+    norm = session.measure(optimizer).norm
+    return norm if isinstance(norm, Tensor) else torch.tensor(norm)
+
+
 def has_gradients(optimizer: torch.optim.Optimizer) -> bool:
     """Whether any of an optimizer's parameters has a gradient."""
     return bool(gradients_of(optimizer))

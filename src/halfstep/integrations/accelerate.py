@@ -18,7 +18,16 @@ import torch
 from torch import Tensor, nn
 
 import halfstep as hs
-from halfstep.integrations import Options, clip_now, has_gradients, options, prepare, run_within, with_dtype
+from halfstep.integrations import (
+    Options,
+    clip_now,
+    has_gradients,
+    measured_norm,
+    options,
+    prepare,
+    run_within,
+    with_dtype,
+)
 
 try:
     import accelerate
@@ -111,7 +120,7 @@ class Accelerator(accelerate.Accelerator):
         if not self.sync_gradients:
             return None
         self.clip_norm = float(max_norm) if math.isfinite(max_norm) else None
-        return torch.as_tensor(session.measure().norm)
+        return measured_norm(session)
 
 
 class Optimizer(AcceleratedOptimizer):

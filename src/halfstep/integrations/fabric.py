@@ -14,11 +14,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 import halfstep as hs
-from halfstep.integrations import begun, options
+from halfstep.integrations import begun, measured_norm, options
 from halfstep.integrations.lightning import Driven
 
 try:
@@ -89,4 +88,4 @@ class Fabric(HostFabric):
         if self.session is None or max_norm is None or args or kwargs.get("norm_type", 2.0) != 2.0:
             return super().clip_gradients(module, optimizer, *args, **kwargs)
         self._ours.clip_norm = float(max_norm)
-        return torch.as_tensor(self.session.measure(optimizer.optimizer).norm)
+        return measured_norm(self.session, optimizer.optimizer)

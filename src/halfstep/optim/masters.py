@@ -134,7 +134,7 @@ class MasterWeights:
         self.link.widen()
         grads = [p.grad for p in parameters_of(self.optimizer) if p.grad is not None]
         if inv_scale is not None:
-            unscale_(grads, torch.as_tensor(inv_scale))
+            unscale_(grads, inv_scale if isinstance(inv_scale, Tensor) else torch.tensor(inv_scale))
         return grads
 
     def write_back(self) -> None:
