@@ -198,7 +198,7 @@ def test_a_session_adds_no_wait_to_its_host(host: str, dtype: str, optimizer: st
     scheduled = host == "transformers" and dtype == "fp16" and optimizer == "fused"
     for level in LEVELS:
         found = HOSTS[host](level, optimizer, dtype, clips, tmp_path)
-        # Trainer's schedule asks whether the step was skipped; the host alone takes every fused step for taken.
+        # Trainer asks whether a step was skipped; the host alone takes every fused step for taken.
         assert len(found) <= len(alone) + (STEPS if scheduled else 0), (found, alone)
 
 
