@@ -126,7 +126,7 @@ def run_within(session: hs.Session, model: nn.Module, widen: Callable[[Any], Any
 def measured_norm(session: hs.Session, optimizer: torch.optim.Optimizer | None = None) -> Tensor:
     """The unscaled 2-norm of the gradients now, on their device; see `Session.measure`."""
     norm = session.measure(optimizer).norm
-    return norm if isinstance(norm, Tensor) else torch.tensor(norm)
+    return norm if isinstance(norm, Tensor) else torch.tensor(norm, device="cpu")
 
 
 def has_gradients(optimizer: torch.optim.Optimizer) -> bool:
