@@ -129,11 +129,6 @@ def measured_norm(session: hs.Session, optimizer: torch.optim.Optimizer | None =
     return norm if isinstance(norm, Tensor) else torch.tensor(norm, device="cpu")
 
 
-def has_gradients(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether any of an optimizer's parameters has a gradient."""
-    return bool(gradients_of(optimizer))
-
-
 def clip_now(session: hs.Session, parameters: Any, max_norm: float, norm_type: float) -> Tensor:
     """Unscale the optimizers that these parameters belong to, and clip their gradients as torch does."""
     held = [(one, set(gradients_of(one))) for one in session.optimizers]  # first: masters widen gradients

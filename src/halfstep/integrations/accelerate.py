@@ -18,16 +18,8 @@ import torch
 from torch import Tensor, nn
 
 import halfstep as hs
-from halfstep.integrations import (
-    Options,
-    clip_now,
-    has_gradients,
-    measured_norm,
-    options,
-    prepare,
-    run_within,
-    with_dtype,
-)
+from halfstep.integrations import Options, clip_now, measured_norm, options, prepare, run_within, with_dtype
+from halfstep.trees import gradients_of
 
 try:
     import accelerate
@@ -108,7 +100,7 @@ class Accelerator(accelerate.Accelerator):
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Divide the loss scale out of the gradients; without `optimizer`, of all that have gradients."""
         given = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
-        for one in filter(has_gradients, self._optimizers) if optimizer is None else given:
+        for one in filter(gradients_of, self._optimizers) if optimizer is None else given:
             one.session.unscale(one.optimizer)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: int = 2) -> Any:
