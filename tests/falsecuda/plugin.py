@@ -32,8 +32,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         names = (item.nodeid, item.nodeid.split("[")[0])
         if reason := next((selection.CANNOT[name] for name in names if name in selection.CANNOT), ""):
             item.add_marker(pytest.mark.skip(reason=reason))
-        if reason := next((selection.FAULTS[name] for name in names if name in selection.FAULTS), ""):
-            item.add_marker(pytest.mark.xfail(reason=reason, strict=True))
         region = getattr(getattr(item, "example", None), "region", None)  # of a page
         if getattr(getattr(region, "evaluator", None), "__name__", "") == "run_shell":
             item.add_marker(pytest.mark.skip(reason="a shell's commands say where they run"))

@@ -81,8 +81,3 @@ CANNOT: dict[str, str] = {
     "tests/scaling/test_torch_names.py::test_gradients_are_unscaled_by_a_scale_of_ones_own": _CPU,
 }
 """Tests of these files that are skipped, by name (with all or one of its parameters), with the reason."""
-
-FAULTS: dict[str, str] = {
-    _LOOP + "test_a_run_that_collapses_still_tells_its_steps": "on a GPU the history of such a run is empty",
-}
-"""Tests of these files that fail for a known fault of halfstep: expected to, until it is mended."""

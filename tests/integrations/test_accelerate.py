@@ -1,6 +1,9 @@
 """A loop in accelerate's words trains bit for bit as the same loop written for halfstep."""
 
 import copy
+import io
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -156,6 +159,48 @@ def test_a_call_that_fails_leaves_no_region_open():
         model(torch.ones(1, 5))
     assert hs.active_policy() is None
     assert copy.deepcopy(model)(torch.ones(1, 6)).dtype == torch.float32
+
+
+def test_a_model_called_by_several_threads_has_a_region_in_each():
+    class Waiting(nn.Linear):
+        def forward(self, x):
+            barrier.wait(30)  # all are inside at once, and leave in any order
+            return super().forward(x)
+
+    barrier = threading.Barrier(3)
+    model = nn.Sequential(Waiting(6, 6), nn.Linear(6, 1))
+    model, _ = Accelerator(cpu=True, dtype="bf16", level="O1").prepare(
+        model, OPTIMIZERS["ours"](model.parameters())
+    )
+    x = torch.randn(4, 6)
+
+    def call(_):
+        for _ in range(20):
+            out = model(x)
+        return out, hs.active_policy()
+
+    with ThreadPoolExecutor(3) as pool:
+        results = list(pool.map(call, range(3)))
+    assert all(torch.equal(out, results[0][0]) and policy is None for out, policy in results)
+
+
+def test_copies_and_pickles_of_a_model_compute_as_it_does():
+    model = net()
+    model, _ = Accelerator(cpu=True, dtype="bf16").prepare(model, OPTIMIZERS["ours"](model.parameters()))
+    x, file = torch.randn(4, 6), io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for twin in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+        assert torch.equal(twin(x), model(x))
+        assert hs.active_policy() is None
+
+
+def test_a_model_that_the_host_compiles_runs():
+    model = net()
+    accelerator = Accelerator(cpu=True, dtype="bf16", dynamo_backend="eager")
+    compiled, _ = accelerator.prepare(model, OPTIMIZERS["ours"](model.parameters()))
+    x = torch.randn(4, 6)
+    assert torch.equal(compiled(x), model(x))
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)

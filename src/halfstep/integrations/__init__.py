@@ -14,7 +14,9 @@ import torch
 from torch import Tensor, nn
 
 import halfstep as hs
+from halfstep.convert.hooks import InRegion, Power
 from halfstep.policy import level_of
+from halfstep.torch_private import never_compiled
 from halfstep.trees import gradients_of
 
 FIRST_SCALE = 1024.0
@@ -84,20 +86,41 @@ def prepare(models: Any, optimizers: Any, how: Options) -> hs.Session:
     return session
 
 
+class _InSession(InRegion):
+    """Runs a model's forward in its session's region and hands its outputs through `widen`.
+
+    In a copy of the model, also an unpickled one, the region has the session's policy.
+    """
+
+    def __init__(self, session: hs.Session, widen: Callable[[Any], Any]) -> None:
+        super().__init__(Power(), session.policy)
+        self._session: hs.Session | None = session
+        self.widen = widen
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_session": None}
+
+    @never_compiled
+    def enter(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
+        """Forward pre-hook."""
+        if self._session is None:
+            super().enter(module, args, kwargs)
+        else:
+            self.opened().enter_context(self._session.autocast())
+
+    @never_compiled
+    def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Forward hook, also after an exception."""
+        super().leave(module, args, output)
+        return self.widen(output)
+
+
 def run_within(session: hs.Session, model: nn.Module, widen: Callable[[Any], Any]) -> None:
-    """From now on calls of the model run in the session's region, around its hooks; `widen` gets outputs."""
-    opened = list[Any]()
+    """From now on calls of the model run in the session's region, around its hooks; `widen` gets outputs.
 
-    def enter(module: nn.Module, args: Any) -> None:
-        opened.append(session.autocast())
-        opened[-1].__enter__()
-
-    def leave(module: nn.Module, args: Any, output: Any) -> Any:
-        opened.pop().__exit__(None, None, None)
-        return widen(output)
-
-    model.register_forward_pre_hook(enter, prepend=True)
-    model.register_forward_hook(leave, always_call=True)
+    Each thread has a region of its own: nn.DataParallel calls the model's replicas beside each other.
+    """
+    _InSession(session, widen).attach(model, first=True)
 
 
 def has_gradients(optimizer: torch.optim.Optimizer) -> bool:

@@ -3,6 +3,7 @@
 import difflib
 import inspect
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,8 @@ _KINDS: dict[tuple[torch.dtype, str | None], int] = {
     (torch.float16, None): L.FP16_NONE,
 }
 _NUMBERS = ("lr", "eps", "weight_decay", "momentum")
+TORCH_KEYS: Mapping[str, Any] = MappingProxyType({"foreach": None, "fused": None, "capturable": False})
+"""How a step of torch's runs, for code that reads groups. A step here has one way, so they are no options."""
 _PLAIN = frozenset({float, int, bool, str, type(None), list, tuple})
 
 
@@ -82,6 +85,11 @@ def check_parameter(p: Tensor, master: str | None) -> None:
 def check_options(kind: type, unknown: Mapping[str, Any], seed: int, release_gradients: bool) -> None:
     """Refuse options that there are none of, and a seed or a switch that is none."""
     for name in unknown:
+        if name in TORCH_KEYS:
+            raise TypeError(
+                f"{name}={unknown[name]!r}: leave it out: a step of hs.optim.{kind.__name__} is one fused "
+                "pass, which a CUDA graph can capture; backend='reference' runs it in plain torch"
+            )
         known = [n for cls in kind.__mro__ for n in inspect.signature(cls.__init__).parameters]
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
         hint = f"; did you mean {near[0]}?" if near else "; docs/api.md lists its options"

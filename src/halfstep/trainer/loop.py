@@ -424,6 +424,9 @@ class Trainer:
             self._read()
             self.amp.wait_until_saved()
         except HalfstepError:
+            for _, _, outcome in self._pending:
+                with suppress(HalfstepError):
+                    outcome.read()  # raises once at most, what steps after the first bad one did too
             with suppress(HalfstepError):
                 self._read()
             raise
