@@ -11,7 +11,6 @@ schedulers, `accumulate`, `save_state` and `load_state`.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -111,7 +110,7 @@ class Accelerator(accelerate.Accelerator):
             return clip_now(session, parameters, max_norm, norm_type)
         if not self.sync_gradients:
             return None
-        self.clip_norm = float(max_norm) if math.isfinite(max_norm) else None
+        self.clip_norm = float(max_norm) if abs(max_norm) < float("inf") else None
         return measured_norm(session)
 
 
