@@ -44,6 +44,7 @@ from halfstep.session.checks import (
     SKIPPING,
     NonFinite,
     Report,
+    check_expanded,
     check_loss_id,
     check_scheduler,
     check_sharing,
@@ -284,6 +285,7 @@ class Session(Setup):
         """Look at parameters that an optimizer was given by `add_param_group` since the last call."""
         for index, optimizer in enumerate(self.optimizers):
             if sizes_of(optimizer) != self.state.sizes[index]:
+                check_expanded(self.models, self.optimizers)
                 check_sharing(self.models, self.optimizers, self.precision.masters)
                 self.state = with_added(self.state, optimizer, index, partial(name_of, self.models))
 
