@@ -171,8 +171,9 @@ def settle_master(entry: Entry, p: Tensor, kind: int, value: Tensor | None) -> N
             split.split(wide, p, entry["lacking"])
             return
         kept = storage.stored_weight(kind, storage.flat(wide), p.dtype, None)[0]
-        for target, part in zip([storage.flat(p), *([storage.flat(entry[wanted])] if wanted else [])], kept):
-            target.copy_(part)
+        targets: list[Tensor] = [p, *([entry[wanted]] if wanted else [])]
+        for target, part in zip(targets, kept):
+            storage.flat(target).copy_(part)
 
 
 def _fits_master(given: Any, wanted: str, p: Tensor) -> bool:
