@@ -31,7 +31,7 @@ def quiet():
     """The one warning about absent CUDA has been given."""
     torch_amp._warn_once.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch_amp, "_warn_once", lambda message: None)
+        patch.setattr(torch_amp, "_warn_once", lambda message, stacklevel: None)
         yield
 
 
@@ -87,12 +87,12 @@ def test_the_signature_is_torchs():
         (lambda: GradScaler(enabled=False), 1.0, False),
     ],
 )
-def test_scaler_signatures_new_and_old(scaler, scale, enabled):
+def test_scaler_signatures_new_and_old(quiet, scaler, scale, enabled):
     made = scaler()
     assert (made.get_scale(), made.is_enabled()) == (scale, enabled)
 
 
-def test_old_positional_order():
+def test_old_positional_order(quiet):
     made = GradScaler(1024.0, 3.0, 0.25, 7, True)
     assert (made.get_growth_factor(), made.get_backoff_factor(), made.get_growth_interval()) == (3.0, 0.25, 7)
 
@@ -123,7 +123,7 @@ def test_a_bf16_loop_gives_torchs_losses_bit_for_bit():
     assert ours == torchs
 
 
-def test_torch_checkpoints_load_both_ways():
+def test_torch_checkpoints_load_both_ways(quiet):
     settings = {"init_scale": 64.0, "growth_interval": 3}
     _, ours = train(autocast, GradScaler("cpu", **settings), torch.bfloat16)
     _, torchs = train(torch.autocast, torch.amp.GradScaler("cpu", **settings), torch.bfloat16)
@@ -260,6 +260,31 @@ def test_under_install_torchs_words_are_ours(installed):
     assert isinstance(GradScaler(), torch.amp.GradScaler)
     assert not isinstance(3, torch.amp.GradScaler)
     assert isinstance(torch.amp.autocast("cpu"), torch.autocast)
+
+
+@pytest.mark.skipif(not NO_CUDA, reason="needs a machine without CUDA")
+@pytest.mark.parametrize("cast_inputs", [None, torch.float32])
+def test_custom_functions_for_cuda_know_the_region_that_stands_for_it(quiet, cast_inputs):
+    product = make_function(
+        custom_fwd(device_type="cuda", cast_inputs=cast_inputs), custom_bwd(device_type="cuda")
+    )
+    a = torch.full((2, 2), 300.0, requires_grad=True)
+    with autocast("cuda"):
+        out = product.apply(a.half(), a)
+    assert out.dtype is (cast_inputs or torch.float16)
+    assert out.isfinite().all() == (cast_inputs is torch.float32)
+    out.sum().backward()
+    assert a.grad.dtype == torch.float32
+
+
+@pytest.mark.skipif(not NO_CUDA, reason="needs a machine without CUDA")
+def test_a_scaler_for_absent_cuda_says_once_that_it_works(warns_anew):
+    with pytest.warns(HalfstepWarning, match="scales losses and gradients all the same") as caught:
+        scaler = GradScaler()
+    assert scaler.is_enabled()
+    assert caught[0].filename == __file__
+    GradScaler("cuda")  # said before
+    GradScaler("cpu")
 
 
 def test_installed_custom_functions(installed):

@@ -1,6 +1,9 @@
 """A loop in accelerate's words trains bit for bit as the same loop written for halfstep."""
 
 import copy
+import io
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -71,7 +74,11 @@ def by_hand(kind, n, clip=None, accumulate=1, **how):
             out = model(x)
         amp.backward(F.mse_loss(out.float(), y) / accumulate)
         if (i + 1) % accumulate == 0:
-            norms.append(amp.step(clip_norm=clip, scheduler=schedule).grad_norm)
+            amp.unscale()
+            if clip:
+                norms.append(torch.nn.utils.get_total_norm([p.grad.float() for p in model.parameters()]))
+                torch.nn.utils.clip_grads_with_norm_(model.parameters(), clip, norms[-1])
+            amp.step(scheduler=schedule)
     return model, norms
 
 
@@ -88,7 +95,23 @@ def test_the_host_s_loop_is_the_loop_written_by_hand(kind, level, dtype):
         step(x, y)
     expected, expected_norms = by_hand(kind, 8, 0.5, 2, level=level, dtype=dtype)
     assert same(model, expected)
-    assert norms == pytest.approx(expected_norms, rel=1e-6)
+    assert norms == pytest.approx([*map(float, expected_norms)], rel=1e-6)
+
+
+@pytest.mark.parametrize(("level", "dtype"), [("O1", "fp16"), ("O2", "bf16"), ("O2", "fp16")])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_each_clip_clips_what_it_was_given_when_it_is_called(kind, level, dtype):
+    model = net()
+    accelerator = Accelerator(cpu=True, level=level, dtype=dtype)
+    model, _ = accelerator.prepare(model, OPTIMIZERS[kind](model.parameters()))
+    ((x, y),) = batches(1)
+    accelerator.backward(F.mse_loss(model(x), y) * 100)
+    for part, limit in ((model[0], 0.5), (model[2], 0.25), (model, 0.125)):
+        norm = accelerator.clip_grad_norm_(part.parameters(), limit)
+        held = accelerator.session.optimizers[0].param_groups[0]["params"]
+        grads = [p.grad for p in part.parameters() if p.grad is not None] or [held[0].grad]
+        assert norm > limit
+        assert torch.nn.utils.get_total_norm([g.float() for g in grads]).item() <= limit * 1.01
 
 
 def test_a_skipped_step_does_not_move_the_host_s_scheduler():
@@ -156,6 +179,48 @@ def test_a_call_that_fails_leaves_no_region_open():
         model(torch.ones(1, 5))
     assert hs.active_policy() is None
     assert copy.deepcopy(model)(torch.ones(1, 6)).dtype == torch.float32
+
+
+def test_a_model_called_by_several_threads_has_a_region_in_each():
+    class Waiting(nn.Linear):
+        def forward(self, x):
+            barrier.wait(30)  # all are inside at once, and leave in any order
+            return super().forward(x)
+
+    barrier = threading.Barrier(3)
+    model = nn.Sequential(Waiting(6, 6), nn.Linear(6, 1))
+    model, _ = Accelerator(cpu=True, dtype="bf16", level="O1").prepare(
+        model, OPTIMIZERS["ours"](model.parameters())
+    )
+    x = torch.randn(4, 6)
+
+    def call(_):
+        for _ in range(20):
+            out = model(x)
+        return out, hs.active_policy()
+
+    with ThreadPoolExecutor(3) as pool:
+        results = list(pool.map(call, range(3)))
+    assert all(torch.equal(out, results[0][0]) and policy is None for out, policy in results)
+
+
+def test_copies_and_pickles_of_a_model_compute_as_it_does():
+    model = net()
+    model, _ = Accelerator(cpu=True, dtype="bf16").prepare(model, OPTIMIZERS["ours"](model.parameters()))
+    x, file = torch.randn(4, 6), io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for twin in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+        assert torch.equal(twin(x), model(x))
+        assert hs.active_policy() is None
+
+
+def test_a_model_that_the_host_compiles_runs():
+    model = net()
+    accelerator = Accelerator(cpu=True, dtype="bf16", dynamo_backend="eager")
+    compiled, _ = accelerator.prepare(model, OPTIMIZERS["ours"](model.parameters()))
+    x = torch.randn(4, 6)
+    assert torch.equal(compiled(x), model(x))
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)

@@ -5,10 +5,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from halfstep.optim import SGD, AdamW, Lion, MasterWeights
-from halfstep.optim.split import join, round_away, split_bf16, split_fp16
+from halfstep.optim.split import join, round_away, split
 
 BF16, FP16 = torch.bfloat16, torch.float16
 SPECIAL = [
@@ -27,9 +29,34 @@ def bits(t: Tensor) -> Tensor:
     return t.view(torch.int16 if t.element_size() == 2 else torch.int32)
 
 
+def halves(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """`x` split into new tensors, by the one way in."""
+    half, lacking = torch.empty_like(x, dtype=dtype), torch.empty_like(x, dtype=torch.int16)
+    assert (split(x, half, lacking) is None) == (dtype == BF16)
+    return half, lacking
+
+
+def defined(x: Tensor) -> tuple[Any, Any]:
+    """What the bf16 half and the bits that it lacks are, in numpy."""
+    pattern = x.numpy().view(np.int32)
+    nan = (pattern & 0x7FFFFFFF) > 0x7F800000
+    up = np.where(nan, (pattern >> 16) | 0x7FC0, (pattern + 0x8000) >> 16)
+    return up.astype(np.int16), np.where(nan, 0, pattern - (up << 16)).astype(np.int16)
+
+
+def defined_join(half: Any, lacking: Any) -> Any:
+    high = half.astype(np.int32) << 16
+    both = high + lacking
+    return np.where((both ^ high) < 0, high, both)
+
+
 def check_bf16(x: Tensor) -> None:
-    half, lacking = split_bf16(x)
+    half, lacking = halves(x, BF16)
     joined = join(half, lacking)
+    for found, expected in zip((bits(half), lacking), defined(x)):
+        assert np.array_equal(found.numpy(), expected)
+    assert torch.equal(bits(half), bits(round_away(x)))
+    assert np.array_equal(bits(joined).numpy(), defined_join(bits(half).numpy(), lacking.numpy()))
     nan = x.isnan()
     assert torch.equal(half.isnan(), nan)
     assert torch.equal(joined.isnan(), nan)
@@ -43,7 +70,7 @@ def check_bf16(x: Tensor) -> None:
 
 def check_fp16(x: Tensor) -> None:
     """`x` below 65520 in magnitude: exact from 2^-16 up, a bounded error below."""
-    half, lacking, _ = split_fp16(x)
+    half, lacking = halves(x, FP16)
     assert torch.equal(bits(half), bits(x.to(FP16)))
     joined = join(half, lacking)
     exact = (x.abs() >= 2.0**-16) | (x == 0)
@@ -114,13 +141,43 @@ def test_all_patterns_fp16(sign: int):
 
 
 def test_fp16_says_what_it_cannot_hold():
-    half, lacking, too_large = split_fp16(torch.tensor([1.0, 65520.0]))
-    assert too_large.tolist() == [False, True]
-    assert join(half, lacking).tolist() == [1.0, 65504.0]
-    half, lacking, _ = split_fp16(torch.tensor([float("inf"), float("-inf"), float("nan"), 65519.0]))
+    for values, over in (([1.0, 65520.0], True), ([1.0, 65519.0], False)):
+        half, lacking = torch.empty(2, dtype=FP16), torch.empty(2, dtype=torch.int16)
+        flag = split(torch.tensor(values), half, lacking)
+        assert flag is not None
+        assert bool(flag) == over
+        assert join(half, lacking).tolist() == [1.0, min(values[1], 65504.0) if over else 65519.0]
+    half, lacking = halves(torch.tensor([float("inf"), float("-inf"), float("nan"), 65519.0]), FP16)
     assert join(half, lacking).tolist()[:2] == [float("inf"), float("-inf")]
     assert join(half, lacking)[2].isnan()
     assert join(half, lacking)[3] == 65519.0
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_layouts_and_sizes_split_alike(dtype: torch.dtype):
+    """In one part or several, in the memory order of a convolution or a slice, and with nothing in it."""
+    torch.manual_seed(0)
+    x = torch.randn(1 << 18) * torch.logspace(-12, 4, 1 << 18)
+    one_by_one = [join(*halves(part.clone(), dtype)) for part in x.split(1000)]
+    assert torch.equal(bits(join(*halves(x, dtype))), bits(torch.cat(one_by_one)))
+    box = x.view(64, 64, 8, 8)
+    for one in (box.to(memory_format=torch.channels_last), box[:, ::2], x[:0], x[5].clone()):
+        half, lacking = halves(one, dtype)
+        assert torch.equal(join(half, lacking), join(*halves(one.contiguous(), dtype)))
+        straight = join(half, lacking.contiguous(), torch.empty(one.shape))
+        assert torch.equal(straight, join(half, lacking))
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(0, 0xFFFFFFFF), min_size=1, max_size=8), st.integers(-(1 << 15), (1 << 15) - 1))
+def test_any_bits_split_as_defined_and_any_bits_join(patterns: list[int], left: int):
+    x = floats(patterns)
+    check_bf16(x)
+    half, _ = halves(x, BF16)
+    lacking = torch.full_like(half, left, dtype=torch.int16)
+    assert np.array_equal(
+        bits(join(half, lacking)).numpy(), defined_join(bits(half).numpy(), lacking.numpy())
+    )
 
 
 def test_bits_left_from_another_weight_do_no_harm():

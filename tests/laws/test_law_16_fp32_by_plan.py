@@ -141,7 +141,7 @@ def test_what_a_plan_keeps_in_fp32_is_exact(
         out = run()
     h, seen_t, table, logits = model.kept.seen
     weight = local(model.kept.line.weight).detach()
-    if spelling == "output":
+    if spelling == "output" and (level, way) != ("O1", "outside"):  # there all is fp32
         weight = weight.to(parse_dtype(dtype))
     exact = h @ weight.double().t()
     assert torch.equal(seen_t, t)

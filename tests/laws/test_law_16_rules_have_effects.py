@@ -139,6 +139,7 @@ PREPARE: dict[str, list[Row]] = {
     "step": [Row(train_step, refused=True)],
     "batch": [Row((torch.zeros(1),), refused=True)],
     "seconds": [Row(5.0, refused=True)],
+    "enabled": [Row(False)],
     "kernels": [Row("rounded", run={"kernels": True})],
     "norm_group": [],  # on two ranks, below
     "group": [],
@@ -291,8 +292,6 @@ OPTIM: dict[str, dict[str, list[Row]]] = {
         "nesterov": [Row(True, {"momentum": 0.9})],
     },
 }
-ALWAYS_SO = ("foreach", "fused", "capturable")
-"""torch's words for how a step runs: accepted, and said in `Keeping` to change nothing."""
 
 
 def options_of(cls: type) -> set[str]:
@@ -300,7 +299,7 @@ def options_of(cls: type) -> set[str]:
     bases = cls.__mro__[: cls.__mro__.index(torch.optim.Optimizer)]
     each = [p for c in bases for p in inspect.signature(c.__init__).parameters.values()]
     named = {p.name for p in each if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
-    return named - {"self", "params", "defaults", *ALWAYS_SO}
+    return named - {"self", "params", "defaults"}
 
 
 def classes_of_optim() -> set[str]:
@@ -410,8 +409,11 @@ def test_an_option_is_seen_in_a_run_or_refused(table, option, n):
         assert run({**row.beside, option: row.value}, **row.run) != before
 
 
-@pytest.mark.parametrize("name", ALWAYS_SO)
-def test_options_that_only_torch_needs_say_so(name):
-    text = " ".join(inspect.getdoc(hs.optim.AdamW.__mro__[2].__init__.__globals__["Keeping"]).split())
-    assert "foreach: accepted for torch's sake; changes nothing" in text
-    assert name == "foreach" or f"{name}: as `foreach`" in text
+@pytest.mark.parametrize("name", ["foreach", "fused", "capturable"])
+def test_torch_s_words_for_how_a_step_runs_are_refused(name):
+    """There is one way; a group of torch's may hold them."""
+    w = nn.Parameter(torch.ones(4))
+    with pytest.raises(TypeError, match=f"{name}=True: leave it out"):
+        hs.optim.AdamW([w], **{name: True})
+    theirs = torch.optim.AdamW([w], **({name: True} if name != "capturable" else {}))
+    hs.optim.AdamW([w]).load_state_dict(theirs.state_dict())

@@ -20,7 +20,8 @@ from torch.amp.autocast_mode import is_autocast_available
 
 from halfstep.casting.context import active_policy, traced_policy
 from halfstep.casting.context import autocast as _native
-from halfstep.casting.functions import custom_bwd, custom_fwd
+from halfstep.casting.functions import custom_bwd
+from halfstep.casting.functions import custom_fwd as _custom_fwd
 from halfstep.casting.kernel_choice import table_of
 from halfstep.devices.capabilities import is_slow, resolve
 from halfstep.errors import HalfstepWarning
@@ -44,9 +45,18 @@ __all__ = [
 _CUDA_ELSEWHERE = "table=torch-cuda,low=lstm+gru+rnn_tanh+rnn_relu"
 
 
+def _is_absent(kind: str) -> bool:
+    return kind == "cuda" and not torch.cuda.is_available()
+
+
+def _present(kind: str) -> str:
+    """This device type, or the one that does its work here: CUDA's, where there is none."""
+    return resolve(None).type if _is_absent(kind) else kind
+
+
 @functools.cache
-def _warn_once(message: str) -> None:
-    warnings.warn(message, HalfstepWarning, stacklevel=5)
+def _warn_once(message: str, stacklevel: int) -> None:
+    warnings.warn(message, HalfstepWarning, stacklevel=stacklevel)
 
 
 def _choice(
@@ -61,15 +71,16 @@ def _choice(
     quietly compute in fp32 because CUDA is absent, the CPU (or this machine's accelerator) does the work in
     that dtype by the CUDA list.
     """
-    kind, absent = device.type if isinstance(device, torch.device) else device or "cuda", False
+    kind = device.type if isinstance(device, torch.device) else device or "cuda"
     low = dtype or torch.get_autocast_dtype(kind)
-    if kind == "cuda" and not torch.cuda.is_available():
-        kind, absent = resolve(None).type, True
+    if absent := _is_absent(kind):
+        kind = _present(kind)
         if enabled and kind == "cpu":
             _warn_once(
                 "autocast for CUDA, but CUDA is not available: the CPU runs it in the same dtype, by CUDA's "
                 "op list (torch would quietly compute in fp32). Write autocast('cpu') to choose this, or "
-                "enabled=False."
+                "enabled=False.",
+                stacklevel=4,
             )
     if not enabled:
         return kind, low, None
@@ -134,10 +145,25 @@ class autocast(_native):
         self._enabled, self._cache_enabled = enabled, False
 
 
+def custom_fwd(
+    fwd: Callable[..., Any] | None = None,
+    *,
+    device_type: str | None = None,
+    cast_inputs: str | torch.dtype | None = None,
+) -> Callable[..., Any]:
+    """torch.amp.custom_fwd and torch.cuda.amp.custom_fwd, as `halfstep.custom_fwd`.
+
+    `device_type="cuda"` without CUDA is the device that runs `autocast("cuda")` here.
+    """
+    kind = None if device_type is None else _present(device_type)
+    return _custom_fwd(fwd, device_type=kind, cast_inputs=cast_inputs)
+
+
 class GradScaler(_GradScaler):
     """torch.amp.GradScaler(device, init_scale, ...) and torch.cuda.amp.GradScaler(init_scale, ...).
 
-    Works on whatever device the losses are, CUDA or not; `step` returns an Outcome (torch's return value is
+    Works on whatever device the losses are, CUDA or not (torch's for CUDA turns itself off where there is
+    none; here one warning says that it works); `step` returns an Outcome (torch's return value is
     `outcome.result`). Further keywords are `halfstep.GradScaler`'s.
     """
 
@@ -145,6 +171,14 @@ class GradScaler(_GradScaler):
         if args and isinstance(args[0], int | float):
             args = (kwargs.pop("device", None), *args)
         super().__init__(*args, **kwargs)
+        device = torch.device(args[0] if args and args[0] else kwargs.get("device") or "cuda")
+        if self.is_enabled() and _is_absent(device.type):
+            _warn_once(
+                "GradScaler for CUDA, but CUDA is not available: it scales losses and gradients all the "
+                "same, for autocast computes in 16 bits here too (torch would turn it off). Write "
+                "GradScaler('cpu') to choose this, or enabled=False.",
+                stacklevel=3,
+            )
 
 
 class _StandIn(type):

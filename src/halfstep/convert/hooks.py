@@ -121,10 +121,10 @@ class Around:
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_open": {}}
 
-    def attach(self, module: nn.Module) -> list[Any]:
-        """Register both hooks; returns their handles."""
+    def attach(self, module: nn.Module, first: bool = False) -> list[Any]:
+        """Register both hooks, that of entry before all others if `first`; returns their handles."""
         return [
-            module.register_forward_pre_hook(self.enter, with_kwargs=True),
+            module.register_forward_pre_hook(self.enter, prepend=first, with_kwargs=True),
             module.register_forward_hook(self.leave, always_call=True),
         ]
 

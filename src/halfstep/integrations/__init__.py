@@ -14,7 +14,10 @@ import torch
 from torch import Tensor, nn
 
 import halfstep as hs
+from halfstep.convert.hooks import InRegion, Power
+from halfstep.gradients.stats import measure
 from halfstep.policy import level_of
+from halfstep.torch_private import never_compiled
 from halfstep.trees import gradients_of
 
 FIRST_SCALE = 1024.0
@@ -84,33 +87,57 @@ def prepare(models: Any, optimizers: Any, how: Options) -> hs.Session:
     return session
 
 
+class _InSession(InRegion):
+    """Runs a model's forward in its session's region and hands its outputs through `widen`.
+
+    In a copy of the model, also an unpickled one, the region has the session's policy.
+    """
+
+    def __init__(self, session: hs.Session, widen: Callable[[Any], Any]) -> None:
+        super().__init__(Power(), session.policy)
+        self._session: hs.Session | None = session
+        self.widen = widen
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_session": None}
+
+    @never_compiled
+    def enter(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
+        """Forward pre-hook."""
+        if self._session is None:
+            super().enter(module, args, kwargs)
+        else:
+            self.opened().enter_context(self._session.autocast())
+
+    @never_compiled
+    def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Forward hook, also after an exception."""
+        super().leave(module, args, output)
+        return self.widen(output)
+
+
 def run_within(session: hs.Session, model: nn.Module, widen: Callable[[Any], Any]) -> None:
-    """From now on calls of the model run in the session's region, around its hooks; `widen` gets outputs."""
-    opened = list[Any]()
+    """From now on calls of the model run in the session's region, around its hooks; `widen` gets outputs.
 
-    def enter(module: nn.Module, args: Any) -> None:
-        opened.append(session.autocast())
-        opened[-1].__enter__()
-
-    def leave(module: nn.Module, args: Any, output: Any) -> Any:
-        opened.pop().__exit__(None, None, None)
-        return widen(output)
-
-    model.register_forward_pre_hook(enter, prepend=True)
-    model.register_forward_hook(leave, always_call=True)
+    Each thread has a region of its own: nn.DataParallel calls the model's replicas beside each other.
+    """
+    _InSession(session, widen).attach(model, first=True)
 
 
-def has_gradients(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether any of an optimizer's parameters has a gradient."""
-    return bool(gradients_of(optimizer))
+def clip(session: hs.Session, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
+    """Unscale the optimizers that these parameters belong to, and clip their gradients as torch does.
 
-
-def clip_now(session: hs.Session, parameters: Any, max_norm: float, norm_type: float) -> Tensor:
-    """Unscale the optimizers that these parameters belong to, and clip their gradients as torch does."""
+    A 2-norm is added up in fp32, also over 16-bit gradients. Returns the norm before clipping, on their
+    device.
+    """
     held = [(one, set(gradients_of(one))) for one in session.optimizers]  # first: masters widen gradients
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     clipped = {p.grad for p in parameters}
     for optimizer, gradients in held:
         if gradients & clipped:
             session.unscale(optimizer)
-    return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+    if norm_type != 2:
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+    norm = torch.as_tensor(measure(p.grad for p in parameters).norm)
+    torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+    return norm

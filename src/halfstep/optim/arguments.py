@@ -3,6 +3,7 @@
 import difflib
 import inspect
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,8 @@ _KINDS: dict[tuple[torch.dtype, str | None], int] = {
     (torch.float16, None): L.FP16_NONE,
 }
 _NUMBERS = ("lr", "eps", "weight_decay", "momentum")
+TORCH_KEYS: Mapping[str, Any] = MappingProxyType({"foreach": None, "fused": None, "capturable": False})
+"""How a step of torch's runs, for code that reads groups. A step here has one way, so they are no options."""
 _PLAIN = frozenset({float, int, bool, str, type(None), list, tuple})
 
 
@@ -82,6 +85,11 @@ def check_parameter(p: Tensor, master: str | None) -> None:
 def check_options(kind: type, unknown: Mapping[str, Any], seed: int, release_gradients: bool) -> None:
     """Refuse options that there are none of, and a seed or a switch that is none."""
     for name in unknown:
+        if name in TORCH_KEYS:
+            raise TypeError(
+                f"{name}={unknown[name]!r}: leave it out: a step of hs.optim.{kind.__name__} is one fused "
+                "pass, which a CUDA graph can capture; backend='reference' runs it in plain torch"
+            )
         known = [n for cls in kind.__mro__ for n in inspect.signature(cls.__init__).parameters]
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
         hint = f"; did you mean {near[0]}?" if near else "; docs/api.md lists its options"
@@ -133,7 +141,9 @@ def numbers_of(group: Mapping[str, Any]) -> Mapping[str, Any]:
     betas = group.get("betas", ())
     if _PLAIN.issuperset(map(type, group.values())) and _PLAIN.issuperset(map(type, betas)):
         return group
-    return {key: _as_number(value, read=True) for key, value in group.items() if key != "params"}
+    numbers = {key: _as_number(value, read=True) for key, value in group.items() if key != "params"}
+    check_hyperparameters(numbers)
+    return numbers
 
 
 def limits_of(groups: Sequence[Mapping[str, Any]], clip_norm: float | None) -> list[float | None]:
@@ -167,6 +177,16 @@ def _as_number(value: Any, read: bool) -> Any:
     return float(value) if read and isinstance(value, Tensor) else value
 
 
+def check_betas(betas: Any) -> None:
+    """Raise ConfigError unless it is two numbers in [0, 1); 0.999 in bf16 is 1, say."""
+    if not isinstance(betas, list | tuple) or len(betas) != 2:
+        raise ConfigError(f"betas={show(betas)}: must be a pair of numbers in [0, 1)")
+    for i, beta in enumerate(betas):
+        value = float(beta) if isinstance(beta, Tensor) and beta.numel() == 1 else beta
+        if not (isinstance(value, int | float) and 0 <= value < 1):
+            raise ConfigError(f"betas[{i}]={show(beta)}: must be a number in [0, 1)")
+
+
 def check_hyperparameters(group: Mapping[str, Any]) -> None:
     """Raise ConfigError for values no optimizer here can mean."""
     lr = group["lr"]
@@ -176,12 +196,7 @@ def check_hyperparameters(group: Mapping[str, Any]) -> None:
         value = group.get(name, 0.0)
         if not isinstance(value, Tensor) and not (isinstance(value, int | float) and value >= 0):
             raise ConfigError(f"{name}={show(value)}: must be a number of at least 0")
-    betas = group.get("betas", ())
-    if not isinstance(betas, list | tuple) or ("betas" in group and len(betas) != 2):
-        raise ConfigError(f"betas={show(betas)}: must be a pair of numbers in [0, 1)")
-    for i, beta in enumerate(betas):
-        value = float(beta) if isinstance(beta, Tensor) and beta.numel() == 1 else beta
-        if not (isinstance(value, int | float) and 0 <= value < 1):
-            raise ConfigError(f"betas[{i}]={show(beta)}: must be a number in [0, 1)")
+    if "betas" in group:
+        check_betas(group["betas"])
     if group.get("nesterov") and (group["momentum"] <= 0 or group["dampening"] != 0):
         raise ConfigError("nesterov=True needs momentum > 0 and dampening 0")

@@ -52,7 +52,7 @@ from halfstep.torch_private import (
     profiling,
     step_hooks,
 )
-from halfstep.trees import parameters_of
+from halfstep.trees import accumulate_in_fp32, parameters_of
 
 BACKENDS = ("auto", "reference", "triton")
 Work = tuple[Bundle, str]
@@ -89,9 +89,6 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
         accumulate: str | None = None,
         seed: int = 0,
         backend: str = "auto",
-        foreach: bool | None = None,
-        fused: bool | None = None,
-        capturable: bool = False,
         differentiable: bool = False,
         **unknown: Any,
     ) -> None:
@@ -102,8 +99,8 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
         self.seed, self.backend, self.accumulate = seed, backend, accumulate
         self.release_gradients = release_gradients
         self._prepare()
-        how = {"foreach": foreach, "fused": fused, "capturable": capturable, "differentiable": differentiable}
-        how |= {"maximize": maximize, "clip_norm": clip_norm, "skip_nonfinite": skip_nonfinite}
+        how = {"maximize": maximize, "clip_norm": clip_norm, "skip_nonfinite": skip_nonfinite}
+        how |= {"differentiable": differentiable, **arguments.TORCH_KEYS}
         super().__init__(params, {**defaults, **how, "master": master, "state_dtype": state_dtype})
 
     def _prepare(self) -> None:
@@ -146,7 +143,7 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
     def _hook(self, params: list[Tensor]) -> None:
         if self.accumulate == "fp32":
             for p in params:
-                p.grad_dtype = torch.float32
+                accumulate_in_fp32(p)
         if self.release is not None:
             self.release.watch(params)
 
@@ -547,9 +544,6 @@ class Keeping(TypedDict, total=False):
         seed: keys all random rounding.
         backend: "auto" runs Numba kernels on a CPU, Triton kernels on CUDA and plain torch elsewhere;
             "reference" runs plain torch everywhere; "triton" insists on Triton.
-        foreach: accepted for torch's sake; changes nothing, since one fused pass does the step.
-        fused: as `foreach`.
-        capturable: as `foreach`.
         differentiable: True is refused: a step is no part of a graph.
     """
 
@@ -562,9 +556,6 @@ class Keeping(TypedDict, total=False):
     accumulate: str | None
     seed: int
     backend: str
-    foreach: bool | None
-    fused: bool | None
-    capturable: bool
     differentiable: bool
 
 

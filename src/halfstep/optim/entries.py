@@ -160,12 +160,20 @@ def settle_master(entry: Entry, p: Tensor, kind: int, value: Tensor | None) -> N
     if wanted == "master":
         entry["master"] = torch.empty_like(p, dtype=torch.float32).copy_(p if value is None else value)
     elif wanted:
-        entry["lacking"] = torch.zeros_like(p, dtype=torch.int16)
+        entry["lacking"] = torch.empty_like(p, dtype=torch.int16)
+        if value is None:
+            entry["lacking"].zero_()
     if value is not None:
-        wide = torch.empty_like(p, dtype=torch.float32).copy_(value)
-        targets = [storage.flat(p), *([storage.flat(entry[wanted])] if wanted else [])]
-        for target, kept in zip(targets, storage.stored_weight(kind, storage.flat(wide), p.dtype, None)[0]):
-            target.copy_(kept)
+        wide = value.to(p.device, torch.float32)
+        if wide.stride() != p.stride():
+            wide = torch.empty_like(p, dtype=torch.float32).copy_(wide)
+        if kind in storage.EXACT:
+            split.split(wide, p, entry["lacking"])
+            return
+        kept = storage.stored_weight(kind, storage.flat(wide), p.dtype, None)[0]
+        targets: list[Tensor] = [p, *([entry[wanted]] if wanted else [])]
+        for target, part in zip(targets, kept):
+            storage.flat(target).copy_(part)
 
 
 def _fits_master(given: Any, wanted: str, p: Tensor) -> bool:

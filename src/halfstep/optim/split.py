@@ -6,10 +6,11 @@ to even); from 2^-16 up the lacking bits are again the distance of the patterns,
 2^-40. A weight that somebody sets keeps its lacking bits: it is what it was set to within half a unit (in
 fp16 a whole one at exactly 2^-14, 2^-15 and 2^-16), so that a 0 stays one.
 
-Readable integer arithmetic on tensors, on any device; the compiled kernels equal it bit for bit.
+Readable integer arithmetic on tensors, on any device; the compiled kernels equal it bit for bit. `split` and
+`join` are for whoever has whole tensors of them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ def describe_weight(half: Tensor, whole: bool) -> dict[str, int]:
 
     Numbers only: torch's own optimizers take a string apart on the way through.
     """
-    total = int(half.detach().view(torch.int16).sum(dtype=torch.int64)) if whole else UNSUMMED
+    total = sum(int(part.view(torch.int16).sum()) for (part,) in _parts(half)) if whole else UNSUMMED
     return {"format": L.BF16 if half.dtype == torch.bfloat16 else L.FP16, "sum": total}
 
 
@@ -39,9 +40,57 @@ def is_described(half: Tensor, known: Mapping[str, Any], came_as: torch.dtype) -
     return describe_weight(half, whole=True) == known
 
 
-def join(half: Tensor, lacking: Tensor) -> Tensor:
-    """Return the fp32 values that were split into `half`, bf16 or fp16, and `lacking`, int16 of its shape."""
-    return join_bf16(half, lacking) if half.dtype == torch.bfloat16 else join_fp16(half, lacking)
+def split(values: Tensor, half: Tensor, lacking: Tensor) -> Tensor | None:
+    """Write fp32 `values` into `half`, bf16 or fp16, and the int16 `lacking`, all three of one shape.
+
+    The one way in for whatever makes masters; it takes no memory beside them but for a bounded part of them.
+    Returns whether a value was too large (0-d, bool) for fp16, and None for bf16, which holds them all.
+    """
+    over = None
+    for x, high, low in _parts(values, half, lacking):
+        if high.dtype == torch.bfloat16:
+            split_bf16(x, high, low)
+            continue
+        made, bits, too_large = split_fp16(x)
+        high.copy_(made)
+        low.copy_(bits)
+        over = too_large.any() if over is None else over | too_large.any()
+    if over is None and half.dtype == torch.float16:
+        return torch.zeros((), dtype=torch.bool, device=half.device)
+    return over
+
+
+def join(half: Tensor, lacking: Tensor, out: Tensor | None = None) -> Tensor:
+    """The fp32 values that were split into `half`, bf16 or fp16, and `lacking`, int16 of its shape.
+
+    They are written into `out`, or a new tensor laid out as `half`. As `split`, in bounded parts.
+    """
+    out = torch.empty_like(half, dtype=torch.float32) if out is None else out
+    for high, low, values in _parts(half, lacking, out):
+        if high.dtype == torch.bfloat16:
+            join_bf16(high, low, values)
+        else:
+            values.copy_(join_fp16(high, low))
+    return out
+
+
+def _parts(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """The elements of tensors of one shape, a bounded number at a time; all at once where they lie apart."""
+    first, size = tensors[0], tensors[0].numel()
+    values = tuple(t.detach() for t in tensors)
+    dense = torch.empty_like(first, device="meta").stride() == first.stride()
+    if not dense or any(t.stride() != first.stride() for t in tensors):
+        yield values
+        return
+    flat = [t.as_strided((size,), (1,)) for t in values]
+    most = _AT_ONCE_ON_CPU if first.is_cpu else _AT_ONCE
+    for start in range(0, size, most):
+        yield tuple(t[start : start + most] for t in flat)
+
+
+_AT_ONCE = 1 << 24
+_AT_ONCE_ON_CPU = 1 << 17
+"""Elements; their temporaries stay in a cache of the second level."""
 
 
 def round_away(values: Tensor) -> Tensor:
@@ -56,16 +105,22 @@ def _upper_bits(values: Tensor, nan: Tensor) -> Tensor:
     return torch.where(nan, (bits >> 16) | 0x7FC0, up)
 
 
-def split_bf16(values: Tensor) -> tuple[Tensor, Tensor]:
-    """fp32 `values` as bf16, and the int16 bits that this lacks.
+def split_bf16(values: Tensor, half: Tensor, lacking: Tensor) -> None:
+    """`split` for bf16.
 
     Exact for every value, infinities, subnormals, both zeros and values that round to infinity included; a
-    NaN becomes a NaN.
+    NaN becomes a NaN. The bits lacking are the lower ones, for the upper are rounded by their sign.
     """
+    bits, high = values.view(torch.int32), half.view(torch.int16)
+    lacking.copy_(bits)
+    if values.is_cpu and not bool(values.sum().isnan()):  # the same for what holds no NaN, in less time
+        up = bits + 0x8000
+        up >>= 16
+        high.copy_(up)
+        return
     nan = values.isnan()
-    high = _upper_bits(values, nan)
-    lacking = torch.where(nan, 0, values.view(torch.int32) - (high << 16))
-    return high.to(torch.int16).view(torch.bfloat16), lacking.to(torch.int16)
+    high.copy_(_upper_bits(values, nan))
+    lacking.masked_fill_(nan, 0)
 
 
 def split_fp16(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -80,11 +135,16 @@ def split_fp16(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return half, lacking_fp16(values, half).masked_fill(too_large, 0), too_large
 
 
-def join_bf16(half: Tensor, lacking: Tensor) -> Tensor:
+def join_bf16(half: Tensor, lacking: Tensor, out: Tensor) -> None:
     """`join` for bf16. Lacking bits that no split makes (below a weight set to 0 from outside) count as 0."""
-    high = half.view(torch.int16).to(torch.int32) << 16
-    both = high + lacking
-    return torch.where((both ^ high) < 0, high, both).view(torch.float32)
+    both = out.view(torch.int32)
+    both.copy_(half.view(torch.int16))
+    both <<= 16
+    if half.is_cpu and not bool((half == 0).any()):  # the same for what holds no zero, in less time
+        both += lacking
+        return
+    low = both + lacking
+    torch.where((low ^ both) < 0, both, low, out=both)
 
 
 def lacking_fp16(values: Tensor, half: Tensor) -> Tensor:

@@ -166,11 +166,10 @@ def stored_weight(
 
     Also a 0-d bool tensor where a value might not fit (exact fp16), else None.
     """
-    if kind == L.BF16_EXACT:
-        return [*split.split_bf16(value)], None
-    if kind == L.FP16_EXACT:
-        half, lacking, too_large = split.split_fp16(value)
-        return [half, lacking], too_large.any()
+    if kind in EXACT:
+        half, lacking = torch.empty_like(value, dtype=dtype), torch.empty_like(value, dtype=torch.int16)
+        over = split.split(value, half, lacking)
+        return [half, lacking], over
     if kind == L.BF16_MASTER:
         return [split.round_away(value), value], None
     if kind == L.BF16_STOCHASTIC and random is not None:
