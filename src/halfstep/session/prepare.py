@@ -29,7 +29,7 @@ from halfstep.policy.levels import Level, dtype_of, level_of
 from halfstep.policy.plan import Plan
 from halfstep.policy.policy import Policy
 from halfstep.scaling.loss_scale import LossScale
-from halfstep.session.checks import check_parameters, check_sharing, skips_of
+from halfstep.session.checks import check_expanded, check_parameters, check_sharing, skips_of
 from halfstep.session.precision import Precision, lower
 from halfstep.session.preparation import MastersByNumber, fit_states
 from halfstep.session.ranks import check_groups
@@ -99,6 +99,7 @@ def check_parts(
                 "adapter, and clip_norm= to amp.step()"
             )
     check_parameters(models, optimizers)
+    check_expanded(models, optimizers)
     wide = sum(p.dtype == torch.float64 for model in models for p in model.parameters())
     if wide and precision.masters:
         raise ConfigError(
