@@ -95,6 +95,13 @@ def home_device(tensors: list[Tensor]) -> torch.device:
     return next((t.device for t in tensors if t.device.type != "cpu"), tensors[0].device)
 
 
+def accumulate_in_fp32(parameter: Tensor) -> None:
+    """From now on the parameter's gradients are fp32; one that is there already is widened."""
+    grad, parameter.grad = parameter.grad, None
+    parameter.grad_dtype = torch.float32
+    parameter.grad = None if grad is None else grad.float()
+
+
 def compute_device(parameters: Iterable[Tensor]) -> torch.device:
     """Return where a model with these parameters computes: the first accelerator, else the CPU.
 

@@ -102,6 +102,26 @@ def test_channels_last_batches_too():
     check(f, region("O1", BF16, f), [x, (torch.rand(8) + 0.5).to(BF16), torch.rand(8).to(BF16)])
 
 
+@pytest.mark.parametrize("how", ["O1", "O3", "native", "rounded", "table torch", "compat"])
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_gradients_of_a_convolution_are_summed_in_fp32(how, dtype):
+    """Where the processor has no instructions for a dtype, torch's own kernels add image by image in it."""
+    for f, images in ((F.conv1d, (4096, 2, 3)), (F.conv_transpose2d, (4096, 2, 2, 2))):
+        x, w = torch.rand(images).to(dtype), torch.rand(2, 2, *[1] * (len(images) - 2)).to(dtype)
+        check(f, region(how, dtype, f), [x, w])
+
+
+@pytest.mark.parametrize("dims", [2, 3])
+def test_a_grid_s_gradient_is_summed_over_channels_in_fp32(dims):
+    x = torch.rand(1, 4096, *[2] * dims).to(BF16)
+    grid = (torch.rand(1, *[1] * dims, dims) * 0.5).to(BF16)
+
+    def sample(x: Tensor, grid: Tensor) -> Tensor:
+        return F.grid_sample(x, grid, align_corners=False)
+
+    check(sample, region("O3", BF16, sample), [x, grid])
+
+
 LOOK_UPS: dict[str, tuple[Callable[[Tensor], Tensor], tuple[int, ...]]] = {
     "embedding": (lambda w: F.embedding(INDEX, w), (5, 4)),
     "embedding, int32": (lambda w: F.embedding(INDEX.int(), w), (5, 4)),

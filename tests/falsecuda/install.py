@@ -4,10 +4,13 @@ The library is loaded before torch, what a CUDA build has in `torch._C` is put t
 imported (whose own Python code then runs), and Triton's interpreter is taught the device's memory.
 """
 
+import atexit
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -27,6 +30,16 @@ def install() -> None:
     if TESTS_DEVICE in os.environ:
         control.library().falsecuda_host_generators_too(1)
     sys.meta_path.insert(0, _Around())
+    atexit.register(_let_autograd_rest)
+
+
+def _let_autograd_rest() -> None:
+    """Wait for autograd's threads: what they let go of after the interpreter's end aborts Python 3.11."""
+    busy = True
+    while busy:
+        time.sleep(0.001)
+        tasks = [t for t in Path("/proc/self/task").iterdir() if "autograd" in (t / "comm").read_text()]
+        busy = any((task / "stat").read_text().rsplit(")", 1)[1].split()[0] == "R" for task in tasks)
 
 
 def environment() -> dict[str, str]:
@@ -62,6 +75,13 @@ def _after_capabilities() -> None:
     capabilities._compare = lambda device, dtype: 0.2 if device.type == "cuda" else measure(device, dtype)
 
 
+def _after_tiles() -> None:
+    """An interpreted op takes as long on a few elements as on many: items are one tile each."""
+    from halfstep.optim import cuda
+
+    cuda.TILE = cuda.ITEM
+
+
 def _after_triton() -> None:
     from tests.falsecuda import triton_interpreter
 
@@ -74,6 +94,7 @@ STEPS: dict[str, tuple[Step, Step]] = {
     "torch.cuda": (_before_torch_cuda, None),
     "torch.distributed.distributed_c10d": (_before_process_groups, None),
     "halfstep.devices.capabilities": (None, _after_capabilities),
+    "halfstep.optim.cuda": (None, _after_tiles),
     "triton.runtime.interpreter": (None, _after_triton),
 }
 

@@ -9,7 +9,7 @@ import os
 
 import pytest
 
-from tests.falsecuda import control, selection
+from tests.falsecuda import control, pages, selection
 from tests.falsecuda.install import TESTS_DEVICE, install
 
 install()
@@ -29,12 +29,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.getoption("--default-device") is None:
         return
     for item in items:
-        names = (item.nodeid, item.nodeid.split("[")[0])
+        names = (item.nodeid, item.nodeid.split("[")[0], item.nodeid.split("::")[0])
         if reason := next((selection.CANNOT[name] for name in names if name in selection.CANNOT), ""):
             item.add_marker(pytest.mark.skip(reason=reason))
-        region = getattr(getattr(item, "example", None), "region", None)  # of a page
-        if getattr(getattr(region, "evaluator", None), "__name__", "") == "run_shell":
-            item.add_marker(pytest.mark.skip(reason="a shell's commands say where they run"))
+        if example := getattr(item, "example", None):
+            pages.move_to_gpu(example)
 
 
 @pytest.hookimpl(tryfirst=True)

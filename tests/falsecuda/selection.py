@@ -26,6 +26,9 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "tests/trainer/test_loop.py",
         "tests/behaviour/test_gan.py",
         "tests/behaviour/test_newcomers.py",
+        "README.md",
+        "docs/concepts.md",
+        "docs/getting-started.md",
     ),
 }
 """Files of a group, a process each."""
@@ -33,6 +36,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
 _LATER = "it expects in the step what a GPU tells a step later"
 _SPARSE = "the device has no sparse tensors"
 _CPU = "it is about a CPU"
+_CHIP = "its page makes a device of its own out of the host's memory"
 _GLOO = "gloo joins its ranks, which ends the process where tensors are the device's"
 _BATCHES = "the Trainer looks over batches of the host alone: reading those of a GPU would wait"
 _SESSION = "tests/session/test_session.py::"
@@ -42,6 +46,7 @@ _WATCH = "tests/numerics/test_watch.py::"
 _SCALER = "tests/scaling/test_grad_scaler.py::"
 
 CANNOT: dict[str, str] = {
+    "docs/new-accelerator.md": _CHIP,
     _SESSION + "test_no_loss_scale_takes_every_step_and_warns_once": _LATER,
     _SESSION + "test_a_collapsing_scale_is_an_error": _LATER,
     _SESSION + "test_released_gradients_refuse_what_would_apply_twice_and_tell_a_partial_skip": _LATER,
@@ -80,4 +85,4 @@ CANNOT: dict[str, str] = {
     ),
     "tests/scaling/test_torch_names.py::test_gradients_are_unscaled_by_a_scale_of_ones_own": _CPU,
 }
-"""Tests of these files that are skipped, by name (with all or one of its parameters), with the reason."""
+"""Tests that are skipped, by name (with all or one of its parameters) or whole page, with the reason."""

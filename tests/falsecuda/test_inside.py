@@ -48,3 +48,9 @@ def test_all_random_programs_and_waits():
 @pytest.mark.parametrize("group", list(selection.GROUPS))
 def test_ordinary_tests_pass_with_their_tensors_on_the_device(group: str):
     run("--default-device", "cuda", "-m", "not exhaustive and not long", *selection.GROUPS[group])
+
+
+@pytest.mark.long
+@pytest.mark.skipif(bool(NO_DEVICE), reason=NO_DEVICE)
+def test_every_page_runs_with_its_tensors_on_the_device():
+    run("--default-device", "cuda", "README.md", "docs")

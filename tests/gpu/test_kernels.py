@@ -42,6 +42,12 @@ def rows() -> Iterator[Any]:
         yield pytest.param(name, weights, state, marks=marks, id=label)
 
 
+@pytest.fixture(autouse=True)
+def _tiles_of_a_gpu(monkeypatch: pytest.MonkeyPatch):
+    """The false device makes them as large as items."""
+    monkeypatch.setattr(cuda, "TILE", 1024)
+
+
 def there(value: Any, dtype: torch.dtype | None = None) -> Tensor:
     return torch.tensor(value, dtype=dtype, device=DEVICE)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from halfstep.errors import MasterRangeError, UnsupportedError
+from halfstep.errors import ConfigError, MasterRangeError, UnsupportedError
 from halfstep.gradients import cuda
 from halfstep.optim import SGD, AdamW
 from tests.gpu.machine import DEVICE, Machine
@@ -74,6 +74,16 @@ def test_a_default_device_changes_nothing(gpu: Machine):
             optimizer.step(**given)
         finals.append((params, optimizer))
     assert_same(*finals)
+
+
+def test_decay_rates_that_became_one_are_named():
+    p = nn.Parameter(torch.zeros(4, device=DEVICE))
+    optimizer = AdamW([p], backend="triton")
+    optimizer.param_groups[0]["betas"] = (0.9, torch.tensor(0.999, dtype=BF16))
+    p.grad = torch.ones_like(p)
+    with pytest.raises(ConfigError, match=r"betas\[1\]"):
+        optimizer.step()
+    assert not p.any()
 
 
 def test_waiting_is_noticed(gpu: Machine):

@@ -74,7 +74,11 @@ def by_hand(kind, n, clip=None, accumulate=1, **how):
             out = model(x)
         amp.backward(F.mse_loss(out.float(), y) / accumulate)
         if (i + 1) % accumulate == 0:
-            norms.append(amp.step(clip_norm=clip, scheduler=schedule).grad_norm)
+            amp.unscale()
+            if clip:
+                norms.append(torch.nn.utils.get_total_norm([p.grad.float() for p in model.parameters()]))
+                torch.nn.utils.clip_grads_with_norm_(model.parameters(), clip, norms[-1])
+            amp.step(scheduler=schedule)
     return model, norms
 
 
@@ -91,7 +95,23 @@ def test_the_host_s_loop_is_the_loop_written_by_hand(kind, level, dtype):
         step(x, y)
     expected, expected_norms = by_hand(kind, 8, 0.5, 2, level=level, dtype=dtype)
     assert same(model, expected)
-    assert norms == pytest.approx(expected_norms, rel=1e-6)
+    assert norms == pytest.approx([*map(float, expected_norms)], rel=1e-6)
+
+
+@pytest.mark.parametrize(("level", "dtype"), [("O1", "fp16"), ("O2", "bf16"), ("O2", "fp16")])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_each_clip_clips_what_it_was_given_when_it_is_called(kind, level, dtype):
+    model = net()
+    accelerator = Accelerator(cpu=True, level=level, dtype=dtype)
+    model, _ = accelerator.prepare(model, OPTIMIZERS[kind](model.parameters()))
+    ((x, y),) = batches(1)
+    accelerator.backward(F.mse_loss(model(x), y) * 100)
+    for part, limit in ((model[0], 0.5), (model[2], 0.25), (model, 0.125)):
+        norm = accelerator.clip_grad_norm_(part.parameters(), limit)
+        held = accelerator.session.optimizers[0].param_groups[0]["params"]
+        grads = [p.grad for p in part.parameters() if p.grad is not None] or [held[0].grad]
+        assert norm > limit
+        assert torch.nn.utils.get_total_norm([g.float() for g in grads]).item() <= limit * 1.01
 
 
 def test_a_skipped_step_does_not_move_the_host_s_scheduler():

@@ -85,7 +85,12 @@ def by_hand(kind, n, level, dtype, clip=None, accumulate=1):
             loss = F.cross_entropy(model(x).float(), y) / accumulate
         amp.backward(loss)
         if (i + 1) % accumulate == 0:
-            norms.append(amp.step(clip_norm=clip, scheduler=schedule).grad_norm)
+            amp.unscale()
+            updated = optimizer.param_groups[0]["params"]
+            norms.append(torch.nn.utils.get_total_norm([p.grad.float() for p in updated]).item())
+            if clip:
+                torch.nn.utils.clip_grads_with_norm_(updated, clip, torch.tensor(norms[-1]))
+            amp.step(scheduler=schedule)
     return model, norms
 
 

@@ -1,4 +1,4 @@
-"""The property of law 18: how far an op's output and gradients are from fp32's as its sums grow longer.
+"""The property of law 18: how far an op's output and gradients are from fp64's as its sums grow longer.
 
 Cases come from torch's own lists of ops and modules (OpInfo, ModuleInfo), which no list of ours limits. A
 sample is made longer by tiling one of its dimensions, in one tensor or wherever its size occurs; what the op
@@ -9,6 +9,7 @@ those of rounding, and of an accumulator that stops growing.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import math
 import zlib
@@ -24,7 +25,7 @@ from torch.utils import _pytree as pytree
 
 SHORT = 32
 MOST = 2**17  # elements of one tensor of a case with sums of 4,096
-BF16, FP32 = torch.bfloat16, torch.float32
+BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 Call = Callable[..., Any]
 
 
@@ -37,6 +38,11 @@ class Case:
     arguments: tuple[tuple[Any, ...], dict[str, Any]]
     size: int
     place: tuple[int, int] | None = None  # tensor and dimension
+    parameters: int | None = None  # so many of the first tensors are weights; of an op, all but the first
+
+    def is_weight(self, number: int) -> bool:
+        """Whether the tensor of this number is fp32 at O1."""
+        return number > 0 if self.parameters is None else number < self.parameters
 
     def long(self, n: int) -> Any:
         """The arguments with sums of about n terms; ValueError where they are too large."""
@@ -65,64 +71,101 @@ def positive(leaf: Any) -> Any:
     return values.nan_to_num(0.5).to(BF16).float()
 
 
-def cases(name: str, call: Call, *args: Any, **kwargs: Any) -> Iterator[Case]:
-    """All ways to make one sample longer."""
+def cases(name: str, call: Call, *args: Any, parameters: int | None = None, **kwargs: Any) -> Iterator[Case]:
+    """All ways to make one sample longer; so many first tensors are parameters and stay as they are."""
     arguments: Any = pytree.tree_map(positive, (args, kwargs))
     tensors = [t for t in pytree.tree_leaves(arguments) if isinstance(t, Tensor)]
-    for size in sorted({s for t in tensors for s in t.shape if s > 1}):
-        yield Case(f"{name}, all of size {size}", call, arguments, size)
-    for i, t in enumerate(tensors[:4]):
+    first = parameters or 0
+    fixed = {s for t in tensors[:first] for s in t.shape}
+    for size in sorted({s for t in tensors[first:] for s in t.shape if s > 1} - fixed):
+        yield Case(f"{name}, all of size {size}", call, arguments, size, parameters=parameters)
+    for i, t in list(enumerate(tensors))[first : first + 4]:
         for d, s in enumerate(t.shape):
             if s:
-                yield Case(f"{name}, tensor {i} dimension {d}", call, arguments, s, (i, d))
+                yield Case(f"{name}, tensor {i} dimension {d}", call, arguments, s, (i, d), parameters)
 
 
-def run(
-    call: Call, arguments: Any, dtype: torch.dtype, region: Any = None, moved: float = 0.0
-) -> list[Tensor]:
-    """Outputs, and gradients of all floating inputs, under positive upstream gradients.
+class Found(NamedTuple):
+    """Outputs of a call, and gradients of its floating inputs."""
+
+    outputs: list[Tensor]
+    gradients: list[Tensor]
+
+
+class Way(NamedTuple):
+    """How a call is run: its region, its dtype, whether its weights are fp32, and what compiles it."""
+
+    region: Call = contextlib.nullcontext
+    dtype: torch.dtype = FP64
+    fp32_weights: bool = False
+    backend: str | None = None
+
+
+EXACT = Way()
+
+
+def run(case: Case, arguments: Any, way: Way = EXACT, moved: float = 0.0, scale: float = 1.0) -> Found:
+    """Outputs, and gradients of all floating inputs, under positive upstream gradients times `scale`.
 
     moved: by this share, up or down, all values and upstream gradients are moved first.
     """
     leaves: list[Tensor] = []
-    generator = torch.Generator().manual_seed(1)
+    generator, numbers = torch.Generator().manual_seed(1), itertools.count()
 
     def near(t: Tensor) -> Tensor:
         return t * (1 + moved * torch.empty(t.shape).uniform_(-1, 1, generator=generator)) if moved else t
 
     def ready(leaf: Any) -> Any:
+        is_wide = isinstance(leaf, Tensor) and way.fp32_weights and case.is_weight(next(numbers))
         if isinstance(leaf, Tensor) and leaf.is_floating_point():
-            leaf = near(leaf.detach()).to(dtype).requires_grad_()
+            leaf = near(leaf.detach()).to(FP32 if is_wide else way.dtype).requires_grad_()
             leaves.append(leaf)
         return leaf
 
     args, kwargs = pytree.tree_map(ready, arguments)
     torch.manual_seed(0)
-    with region or contextlib.nullcontext():
+    call = case.call
+    if way.backend:
+        torch._dynamo.reset()
+        call = torch.compile(call, backend=way.backend, dynamic=False)
+    with way.region():
         out = call(*args, **kwargs)
     outputs = [t for t in pytree.tree_leaves(out) if isinstance(t, Tensor) and t.is_floating_point()]
     trained = [t for t in outputs if t.requires_grad]
     upstream = [
-        near(torch.linspace(0.25, 0.75, t.numel()).to(BF16).float()).reshape(t.shape).to(t.dtype)
+        near(scale * torch.linspace(0.25, 0.75, t.numel()).to(BF16).float()).reshape(t.shape).to(t.dtype)
         for t in trained
     ]
     found = torch.autograd.grad(trained, leaves, upstream, allow_unused=True) if trained else ()
     gradients = [g for g in found if g is not None and g.layout is torch.strided]
-    return [t.detach() for t in outputs] + gradients
+    return Found([t.detach() for t in outputs], gradients)
 
 
-def errors(got: list[Tensor], right: list[Tensor]) -> list[float]:
-    """The relative error of each; nan where there is no number to compare with."""
-    found: list[float] = []
-    for g, r in zip(got, right, strict=True):
-        norm = r.double().norm()
-        usable = norm > 0 and bool(r.isfinite().all())
-        found.append(float((g.double() - r.double()).norm() / norm) if usable else math.nan)
-    return found
+def usable(right: Tensor, dtype: torch.dtype) -> bool:
+    """Whether there is a number to compare with, and one that fp16 holds."""
+    norm = right.double().norm()
+    if not (norm > 0 and bool(right.isfinite().all())):
+        return False
+    return dtype is not torch.float16 or bool(
+        right.abs().max() < 2.0**15 and norm / right.numel() ** 0.5 > 2.0**-12
+    )
+
+
+def errors(got: Found, right: Found, dtype: torch.dtype, scale: float = 1.0) -> list[float]:
+    """The relative error of each output and gradient; nan where there is no number to compare with."""
+
+    def error(g: Tensor, r: Tensor) -> float:
+        r = r.double()
+        return float((g.double() - r).norm() / r.norm()) if usable(r, dtype) else math.nan
+
+    outputs = [error(g, r) for g, r in zip(got.outputs, right.outputs, strict=True)]
+    in_range = dtype is not torch.float16 or all(bool((r.abs() < 2.0**15).all()) for r in right.outputs)
+    pairs = zip(got.gradients, right.gradients, strict=True)
+    return outputs + [error(g, r * scale) if in_range else math.nan for g, r in pairs]
 
 
 class Growth(NamedTuple):
-    """Errors of an output or gradient: of short sums, of long ones, and what moved inputs do to those."""
+    """Errors of an output or gradient: of short sums, of long ones, and of those in fp32 of moved inputs."""
 
     short: float
     long: float
@@ -137,17 +180,41 @@ class Growth(NamedTuple):
         return not self.moved > 0.1 and self.long > max(5 * unit, 3 * self.short, 5 * self.moved)
 
 
-def growth(case: Case, region: Call, n: int, dtype: torch.dtype = BF16) -> list[Growth]:
-    """How errors grow from sums of 32 terms to sums of n; what the op refuses raises what it raises."""
-    long = case.long(n)
-    right = run(case.call, long, FP32)
-    longs = errors(run(case.call, long, dtype, region()), right)
-    if not any(Growth(0.0, e, 0.0).outgrows(dtype) for e in longs):
-        return [Growth(0.0, e, 0.0) for e in longs]
-    short = case.long(SHORT)
-    shorts = errors(run(case.call, short, dtype, region()), run(case.call, short, FP32))
-    moved = errors(run(case.call, long, FP32, moved=torch.finfo(dtype).eps / 2), right)
-    return [Growth(*numbers) for numbers in zip(shorts, longs, moved, strict=True)]
+class Long:
+    """A case with sums of n terms, and what fp64 makes of it; ValueError where it is too large."""
+
+    def __init__(self, case: Case, n: int) -> None:
+        self.case, self.arguments = case, case.long(n)
+        self.right = run(case, self.arguments)
+        if sum(t.numel() for t in self.right.outputs) > 4 * MOST * max(1, n // 4096):
+            raise ValueError("too large")
+
+    @functools.cached_property
+    def scale(self) -> float:
+        """A power of 2 that brings gradients near 1, as a loss scale does for fp16."""
+        largest = max((float(g.abs().max()) for g in self.right.gradients if g.numel()), default=1.0)
+        return 2.0 ** min(14, max(0, round(-math.log2(largest)))) if 0 < largest < math.inf else 1.0
+
+    def errors(self, way: Way) -> list[float]:
+        """Of this way; where an op refuses fp32 weights beside 16 bits, all are 16 bits."""
+        scale = self.scale if way.dtype is torch.float16 else 1.0
+        try:
+            got = run(self.case, self.arguments, way, scale=scale)
+        except Exception:
+            if not way.fp32_weights:
+                raise
+            got = run(self.case, self.arguments, way._replace(fp32_weights=False), scale=scale)
+        return errors(got, self.right, way.dtype, scale)
+
+    def growth(self, way: Way) -> list[Growth]:
+        """How errors grow from sums of 32 terms; what the op refuses raises what it raises."""
+        longs = self.errors(way)
+        if not any(Growth(0.0, e, 0.0).outgrows(way.dtype) for e in longs):
+            return [Growth(0.0, e, 0.0) for e in longs]
+        shorts = Long(self.case, SHORT).errors(way)
+        nearby = run(self.case, self.arguments, Way(dtype=FP32), moved=torch.finfo(way.dtype).eps / 2)
+        moved = errors(nearby, self.right, FP32)
+        return [Growth(*numbers) for numbers in zip(shorts, longs, moved, strict=True)]
 
 
 def op_cases(share: int = 1, samples: int = 2, each: int = 5) -> Iterator[tuple[str, list[Case]]]:
@@ -164,7 +231,7 @@ def op_cases(share: int = 1, samples: int = 2, each: int = 5) -> Iterator[tuple[
         yield info.full_name, found
 
 
-def module_cases(share: int = 1) -> Iterator[tuple[str, list[Case]]]:
+def module_cases(share: int = 1, each: int = 6) -> Iterator[tuple[str, list[Case]]]:
     """Cases of each module of torch, its parameters among the arguments."""
     for info in module_db:
         if zlib.crc32(info.name.encode()) % share:
@@ -178,13 +245,9 @@ def module_cases(share: int = 1) -> Iterator[tuple[str, list[Case]]]:
                 given = sample.forward_input
                 call = _with_parameters(module)
                 parameters = dict(module.named_parameters())
-                made_of = cases(info.name, call, parameters, *given.args, **given.kwargs)
-                fixed = {s for p in parameters.values() for s in p.shape}  # what its parameters say stays
-                found += [
-                    c
-                    for c in made_of
-                    if (c.size not in fixed if c.place is None else c.place[0] >= len(parameters))
-                ][:6]
+                count = len(parameters)
+                made_of = cases(info.name, call, parameters, *given.args, parameters=count, **given.kwargs)
+                found += itertools.islice(made_of, each)
         yield info.name, found
 
 

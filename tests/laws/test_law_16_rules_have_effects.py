@@ -139,6 +139,7 @@ PREPARE: dict[str, list[Row]] = {
     "step": [Row(train_step, refused=True)],
     "batch": [Row((torch.zeros(1),), refused=True)],
     "seconds": [Row(5.0, refused=True)],
+    "enabled": [Row(False)],
     "kernels": [Row("rounded", run={"kernels": True})],
     "norm_group": [],  # on two ranks, below
     "group": [],

@@ -54,6 +54,18 @@ def train(amp, steps):
         amp.step()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["torch", "exact"])
+def test_steps_that_were_counted_in_16_bits_are_counted_on(kind, dtype):
+    amp = run(kind)
+    state = copy.deepcopy(amp.optimizers[0].state_dict())
+    for entry in state["state"].values():
+        entry["step"] = torch.tensor(2048.0, dtype=dtype)
+    amp.optimizers[0].load_state_dict(state)
+    train(amp, 3)
+    assert {float(entry["step"]) for entry in amp.optimizers[0].state_dict()["state"].values()} == {2051.0}
+
+
 def masters(amp):
     return hs.optim.fp32_state_dict(amp.model, amp.optimizers)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.errors import ConfigError, MasterRangeError, UnsupportedError
-from halfstep.optim import SGD, Adam, AdamW, Lion, backends
+from halfstep.optim import SGD, Adam, AdamW, Lion, MasterWeights, backends
 from halfstep.optim.bundles import bundles_of
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -290,6 +290,31 @@ def test_fp32_accumulation_keeps_what_bf16_loses():
             (p * scale).sum().backward()
         optimizer.step()
         assert optimizer.master_of(p).item() == -expected
+
+
+@pytest.mark.parametrize("masters", [False, True])
+def test_fp32_accumulation_takes_in_gradients_that_were_there(masters):
+    p = nn.Parameter(torch.zeros(1, dtype=BF16))
+    p.sum().backward()
+    if masters:
+        MasterWeights(torch.optim.SGD([p], lr=1.0), accumulate="fp32")
+    else:
+        SGD([nn.Parameter(torch.zeros(1))], lr=1.0, accumulate="fp32").add_param_group({"params": [p]})
+    for _ in range(8):
+        (p * 2.0**-9).sum().backward()
+    assert (p.grad.dtype, p.grad.item()) == (torch.float32, 1 + 8 * 2.0**-9)
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+@pytest.mark.parametrize("beta", [1.0, torch.tensor(0.999, dtype=BF16)])
+def test_decay_rates_that_became_one_are_named(backend, beta):
+    p = nn.Parameter(torch.zeros(4))
+    optimizer = AdamW([p], lr=0.1, backend=backend)
+    optimizer.param_groups[0]["betas"] = (0.9, beta)
+    p.grad = torch.ones(4)
+    with pytest.raises(ConfigError, match=r"betas.*\[0, 1\)"):
+        optimizer.step()
+    assert not p.any()
 
 
 def test_exact_fp16_says_when_a_weight_outgrows_it():

@@ -152,6 +152,51 @@ def test_another_thing_in_the_place_of_a_file_is_refused(tmp_path, file, thing):
     shutil.rmtree(tmp_path / "a")
 
 
+@pytest.mark.parametrize("file", ["manifest.json", "rank-00000-of-00001.safetensors"])
+def test_a_link_to_a_regular_file_is_read_wherever_it_leads_and_checked(tmp_path, file):
+    """As in caches of model hubs, whose folders are links to files by content; a save removes the link."""
+    run, other = build(), build(1)
+    train(run), train(other)
+    run[3].save(tmp_path / "a")
+    other[3].save(tmp_path / "b")
+    run[3].load(tmp_path / "a")
+    before = bits(run)
+    (tmp_path / "a" / file).rename(tmp_path / "blob")
+    (tmp_path / "a" / file).symlink_to("../blob")
+    run[3].load(tmp_path / "a")
+    assert bits(run) == before
+    (tmp_path / "a" / file).unlink()
+    (tmp_path / "a" / file).symlink_to(tmp_path / "b" / file)
+    with pytest.raises(CheckpointError):
+        run[3].load(tmp_path / "a")
+    assert bits(run) == before
+    run[3].save(tmp_path / "a")
+    assert not (tmp_path / "a" / file).is_symlink()
+    other[3].load(tmp_path / "b")
+
+
+DCP_FILES = (".metadata", "__0_0.distcp", "halfstep.json")
+
+
+@pytest.mark.parametrize("thing", ["pipe", "link to nothing", "link to itself", "link to a device"])
+@pytest.mark.parametrize("file", DCP_FILES)
+def test_another_thing_in_the_place_of_a_file_of_dcp_is_refused(tmp_path, file, thing):
+    run = build()
+    run[3].save(tmp_path / "a", storage="dcp")
+    assert {path.name for path in (tmp_path / "a").iterdir()} == {*DCP_FILES}
+    (tmp_path / "a" / file).unlink()
+    (tmp_path / "b").mkdir()
+    for folder in ("a", "b"):
+        THINGS[thing](tmp_path / folder / file)
+    before = bits(run)
+    with pytest.raises(CheckpointError):
+        run[3].load(tmp_path / "a", storage="dcp")
+    with pytest.raises(CheckpointError):
+        run[3].save(tmp_path / "b", storage="dcp")
+    assert bits(run) == before
+    assert [path.name for path in (tmp_path / "b").iterdir()] == [file]
+
+
 def test_a_save_does_not_wait_for_a_pipe_in_its_place(tmp_path):
     run = build()
     (tmp_path / "a").mkdir()

@@ -180,17 +180,29 @@ def test_nothing_is_alive_of_masters_and_conversions_alone():
     assert alive(run()) == {}
 
 
-@pytest.mark.parametrize("watching", ["watch", "replayable"])
-def test_what_watches_a_model_needs_the_collector(watching):
+@pytest.mark.parametrize("kind", ["torch", "ours"])
+@pytest.mark.parametrize("watching", ["watch", "watch, unkept", "replayable", "replayed"])
+def test_nothing_is_alive_that_was_watched(watching, kind):
     def then(amp: hs.Session, model: nn.Module, optimizer: Any, step: Callable[[], None]) -> None:
         if watching == "watch":
+            seen = hs.watch(model, amp, every=1)
+            step(), step()
+            assert len(seen.notes) == 2
+        elif watching == "watch, unkept":
             hs.watch(model, amp)
-            step()
-        else:
+            assert not amp.listeners
+            assert not model[0]._forward_hooks
+        elif watching == "replayable":
             amp.replayable(step)
+        else:
+            with torch.no_grad():
+                model[0].bias.fill_(float("nan"))
+            with pytest.warns(hs.HalfstepWarning, match="not finite|NaN"):
+                amp.replayable(step)
 
-    refs = train("O2 bf16", then=then)
-    gc.collect()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", hs.HalfstepWarning)
+        refs = train("O2 bf16", kind, then=then)
     assert alive(refs) == {}
 
 

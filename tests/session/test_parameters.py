@@ -172,3 +172,32 @@ def test_the_loss_scale_is_divided_out_of_a_shared_gradient_once_or_it_is_refuse
     else:
         run()
         assert float(model.bias.detach()) == -2 * RATE
+
+
+def with_expanded(**way):
+    model = nn.Linear(3, 2)
+    model.scale = nn.Parameter(torch.randn(2, 1).expand(2, 5))
+    return model, torch.optim.AdamW([model.weight, model.bias], lr=0.1, **way)
+
+
+EXPANDED = r"parameter 'scale' of shape \[2, 5\] is an expanded tensor"
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+@pytest.mark.parametrize("way", [{"fused": True}, {"foreach": True}, {"foreach": False}])
+def test_an_expanded_weight_is_refused_by_name_before_a_step(level, way):
+    """torch's fused steps write past its end; the others raise, after they have changed other weights."""
+    model, optimizer = with_expanded(**way)
+    optimizer.add_param_group({"params": [model.scale]})
+    before = model.weight.clone()
+    with pytest.raises(hs.UnsupportedError, match=EXPANDED):
+        hs.prepare(model, optimizer, level, kernels="native")
+    assert torch.equal(model.weight, before)
+
+
+def test_an_expanded_weight_that_is_added_later_is_refused():
+    model, optimizer = with_expanded()
+    amp = hs.prepare(model, optimizer, "O1", dtype="bf16", kernels="native")
+    optimizer.add_param_group({"params": [model.scale]})
+    with pytest.raises(hs.UnsupportedError, match=EXPANDED):
+        amp.backward((model(torch.ones(1, 3)) @ model.scale).sum())

@@ -127,3 +127,29 @@ def test_norms_and_skips_over_wraps_are_those_of_one_process_or_refused_by_name(
     assert len({found["apart"][1] for found in results}) == world, (
         "each rank's own, clipped by their own norm"
     )
+
+
+def headroom(rank, first):
+    """A scale chosen from magnitudes, while one of two optimizers has parameters of each rank's own."""
+    model = net()
+    optimizers = [hs.optim.SGD(model[part].parameters(), lr=0.01) for part in (0, 2)]
+    limit = hs.DynamicLossScale(init=64.0, interval=1)
+    scale = hs.HeadroomLossScale(limit=limit)
+    amp = hs.prepare(model, optimizers, "O1", dtype="fp16", loss_scale=scale, kernels="native")
+    wrapped, scales = with_own(model), []
+    for _ in range(12):
+        with amp.autocast():
+            loss = loss_of(wrapped, rank, 1.0 if rank else 1e-3)
+        amp.backward(loss)
+        for optimizer in (optimizers[first], optimizers[1 - first]):
+            amp.step(optimizer)
+        scales.append(amp.loss_scale.read())
+    return scales, model[0].weight.detach()
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_ranks_with_parameters_of_their_own_have_one_scale(first):
+    (scales, weight), (others, other) = run(headroom, 2, first)
+    assert scales == others
+    assert len({*scales}) > 3
+    assert torch.equal(weight, other)

@@ -222,3 +222,20 @@ def test_save_works_where_a_second_optimizer_has_frozen_weights(tmp_path):
     amp.backward(loss)
     amp.step(optimizers[0])
     amp.save(tmp_path / "a")
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("kind", ["torch", "ours"])
+def test_save_works_between_steps_whose_gradients_were_set_to_zero(tmp_path, kind, level):
+    model = nn.Linear(2, 1)
+    lib = torch.optim if kind == "torch" else hs.optim
+    optimizer = lib.SGD(model.parameters(), lr=0.1)
+    amp = hs.prepare(model, optimizer, level=level, dtype="bf16", kernels="native")
+    with amp.autocast():
+        loss = model(torch.ones(1, 2)).float().sum()
+    amp.backward(loss)
+    with pytest.raises(CheckpointError, match="zero_grad"):
+        amp.save(tmp_path / "a")
+    model.zero_grad(set_to_none=False)
+    amp.save(tmp_path / "a")
+    amp.load(tmp_path / "a")

@@ -373,6 +373,29 @@ def test_several_losses_at_once_are_differentiated_in_one_pass():
         amp.backward([torch.ones(()), "loss"])
 
 
+def test_a_session_that_is_not_enabled_trains_in_fp32_whatever_else_is_given():
+    model, plain = mlp(), mlp()
+    plan = hs.Plan((hs.PlanRule("*", dtype="fp16"),))
+    amp = hs.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), "auto", dtype="fp16", plan=plan, policy="apex",
+        loss_scale=8.0, kernels="rounded", layout="channels_last", enabled=False,
+    )  # fmt: skip
+    reference = hs.prepare(plain, torch.optim.SGD(plain.parameters(), lr=0.1), "O0")
+    for session, net in ((amp, model), (reference, plain)):
+        session.backward(loss_of(session, net, *batch()))
+        session.step()
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))
+    assert str(amp.level) == str(reference.level)
+
+
+def test_masters_of_another_optimizer_are_named_where_they_are_asked_for():
+    model = mlp()
+    amp = hs.prepare(model, hs.optim.SGD(model.parameters(), lr=0.1), "O2", dtype="bf16")
+    with pytest.raises(ConfigError, match=r"optimizer 0 has no MasterWeights.*optimizer\.masters\(\)"):
+        amp.masters[0]
+    assert amp.masters.get(0) is None
+
+
 def test_revert_keeps_masters_that_an_optimizer_has_at_o3():
     model = nn.Linear(8, 8, bias=False)
     nn.init.ones_(model.weight)

@@ -17,10 +17,12 @@ import torch
 from halfstep.casting.fp32_out import PRODUCTS
 from halfstep.casting.kernel_choice import KernelTable
 from halfstep.casting.kernel_runners import CASTABLE, PLAIN, chosen, tensors_of
+from halfstep.casting.kinds.convolution import sums_in_fp32
 from halfstep.casting.long_sums import with_fp32_sums
 from halfstep.casting.saved_low import SavedLow
 from halfstep.errors import BannedOpError
 from halfstep.formats import dtype_name
+from halfstep.policy.op_tables import CONVOLUTIONS
 from halfstep.policy.ops import REMEDIES, OpRow, Rule
 from halfstep.torch_private import (
     DispatchKey,
@@ -137,7 +139,8 @@ def runner(
     if rule is Rule.BANNED:
         return functools.partial(_refuse, site.name, row.reason, compute)
     if rule is Rule.LOW:
-        casts_in_cpp = native is Rule.LOW
+        is_right = site.device_type != "cpu" or site.name not in CONVOLUTIONS.split() or sums_in_fp32(compute)
+        casts_in_cpp = native is Rule.LOW and is_right
         low = (_native_low_runner if casts_in_cpp else _low_runner)(site, compute)
         rounded = _slow_runner(site, compute)
         if kernels is None:

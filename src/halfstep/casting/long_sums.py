@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from halfstep.casting.kernel_runners import PLAIN, tensors_of
+from halfstep.casting.kinds.convolution import sums_in_fp32
 from halfstep.casting.kinds.kind import Grads
 from halfstep.casting.saved_low import SavedLow
-from halfstep.policy.op_tables import sums_in_16_bits
+from halfstep.policy.op_tables import CONVOLUTIONS, sums_in_16_bits
 from halfstep.torch_private import functorch_level, in_forward_ad, is_jit_tracing, not_compiled
 
 Call = Callable[..., Any]
@@ -96,6 +97,15 @@ def _scattered(run: Callable[..., Any], call: Call, x: Tensor, *args: Any, **kwa
     """Run a scatter or gather as `run` does, but on eager CPU tensors, whose kernels add in fp32."""
     is_right = x.device.type == "cpu" and type(x) in PLAIN
     return call(x, *args, **kwargs) if is_right else run(call, x, *args, **kwargs)
+
+
+def _convolved(call: Call, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Run a convolution on fp32 copies where torch has no kernel of its dtype that sums a batch in fp32.
+
+    Function transforms cast at each of their levels anew: theirs are torch's own.
+    """
+    is_right = not _is_low(x) or functorch_level() is not None or sums_in_fp32(x.dtype)
+    return call(x, *args, **kwargs) if is_right else widened(call, x, *args, **kwargs)
 
 
 def _in_place(call: Call, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -385,6 +395,7 @@ _SUMS: Mapping[str, Callable[..., Any]] = {
     "index_put_": functools.partial(_accumulated, _in_place),
     **dict.fromkeys(("gather", "scatter_add", "scatter_reduce"), functools.partial(_scattered, widened)),
     **dict.fromkeys(("scatter_add_", "scatter_reduce_"), functools.partial(_scattered, _in_place)),
+    **dict.fromkeys(CONVOLUTIONS.split(), _convolved),
     "index_add": functools.partial(_index_added, widened),
     "index_add_": functools.partial(_index_added, _in_place),
 }

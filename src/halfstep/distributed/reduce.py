@@ -70,6 +70,13 @@ def all_ranks(found_inf: Tensor, group: Group | None = None) -> Tensor:
     return move_to(flag.reshape(found_inf.shape), found_inf.device, found_inf.dtype)
 
 
+def largest_of_ranks(value: float | Tensor, group: Group | None = None) -> float | Tensor:
+    """Return the largest of all ranks' values, as a float where it was one; every rank must call it."""
+    if isinstance(value, Tensor):
+        return all_parts(value.detach(), group).amax()
+    return float(all_parts(torch.tensor(value, dtype=torch.float64, device="cpu"), group).amax())
+
+
 def gather(value: Any, group: Group | None = None) -> list[Any]:
     """Return every rank's `value` (anything that pickles), in the order of ranks.
 

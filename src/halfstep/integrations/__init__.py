@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import halfstep as hs
 from halfstep.convert.hooks import InRegion, Power
+from halfstep.gradients.stats import measure
 from halfstep.policy import level_of
 from halfstep.torch_private import never_compiled
 from halfstep.trees import gradients_of
@@ -123,17 +124,20 @@ def run_within(session: hs.Session, model: nn.Module, widen: Callable[[Any], Any
     _InSession(session, widen).attach(model, first=True)
 
 
-def has_gradients(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether any of an optimizer's parameters has a gradient."""
-    return bool(gradients_of(optimizer))
+def clip(session: hs.Session, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
+    """Unscale the optimizers that these parameters belong to, and clip their gradients as torch does.
 
-
-def clip_now(session: hs.Session, parameters: Any, max_norm: float, norm_type: float) -> Tensor:
-    """Unscale the optimizers that these parameters belong to, and clip their gradients as torch does."""
+    A 2-norm is added up in fp32, also over 16-bit gradients. Returns the norm before clipping, on their
+    device.
+    """
     held = [(one, set(gradients_of(one))) for one in session.optimizers]  # first: masters widen gradients
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     clipped = {p.grad for p in parameters}
     for optimizer, gradients in held:
         if gradients & clipped:
             session.unscale(optimizer)
-    return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+    if norm_type != 2:
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+    norm = torch.as_tensor(measure(p.grad for p in parameters).norm)
+    torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+    return norm

@@ -11,14 +11,14 @@ schedulers, `accumulate`, `save_state` and `load_state`.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import halfstep as hs
-from halfstep.integrations import Options, clip_now, has_gradients, options, prepare, run_within, with_dtype
+from halfstep.integrations import Options, clip, options, prepare, run_within, with_dtype
+from halfstep.trees import gradients_of
 
 try:
     import accelerate
@@ -45,7 +45,6 @@ class Accelerator(accelerate.Accelerator):
     """
 
     session: hs.Session | None = None
-    clip_norm: float | None = None
 
     def __init__(self, *args: Any, mixed_precision: str | None = None, **kwargs: Any) -> None:
         how = options(kwargs)
@@ -82,7 +81,7 @@ class Accelerator(accelerate.Accelerator):
         """An optimizer whose `step()` is the session's; as the base does where there is no session."""
         if self.session is None or optimizer not in self.session.optimizers:
             return super().prepare_optimizer(optimizer, device_placement)
-        self._optimizers.append(Optimizer(optimizer, self, self.session))
+        self._optimizers.append(Optimizer(optimizer, self.session))
         return self._optimizers[-1]
 
     def autocast(self, autocast_handler: Any = None) -> Any:
@@ -99,19 +98,14 @@ class Accelerator(accelerate.Accelerator):
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Divide the loss scale out of the gradients; without `optimizer`, of all that have gradients."""
         given = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
-        for one in filter(has_gradients, self._optimizers) if optimizer is None else given:
+        for one in filter(gradients_of, self._optimizers) if optimizer is None else given:
             one.session.unscale(one.optimizer)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: int = 2) -> Any:
-        """Clip in the coming step, of several optimizers now as the base does; returns the unscaled norm."""
-        if (session := self.session) is None:
+        """Unscale and clip these gradients, as the base does; returns the norm that they had, unscaled."""
+        if self.session is None:
             return super().clip_grad_norm_(parameters, max_norm, norm_type)
-        if len(session.optimizers) > 1 or norm_type != 2:
-            return clip_now(session, parameters, max_norm, norm_type)
-        if not self.sync_gradients:
-            return None
-        self.clip_norm = float(max_norm) if math.isfinite(max_norm) else None
-        return torch.as_tensor(session.measure().norm)
+        return clip(self.session, parameters, max_norm, norm_type)
 
 
 class Optimizer(AcceleratedOptimizer):
@@ -122,17 +116,14 @@ class Optimizer(AcceleratedOptimizer):
 
     outcome: hs.Outcome | None = None
 
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, accelerator: Accelerator, session: hs.Session
-    ) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, session: hs.Session) -> None:
         super().__init__(optimizer, device_placement=False)
-        self.accelerator, self.session = accelerator, session
+        self.session = session
 
     def step(self, closure: None = None) -> None:
         """A step of the session where this batch ends an accumulation; gradients stay until `zero_grad`."""
         if self.gradient_state.sync_gradients:
-            clip, self.accelerator.clip_norm = self.accelerator.clip_norm, None
-            self.outcome = self.session.step(self.optimizer, clip_norm=clip, zero_grad=False)
+            self.outcome = self.session.step(self.optimizer, zero_grad=False)
 
     @property
     def step_was_skipped(self) -> bool:

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 import halfstep as hs
-from halfstep.integrations import begun, options
+from halfstep.integrations import begun, clip, options
 from halfstep.integrations.lightning import Driven
+from halfstep.trees import parameters_of
 
 try:
     from lightning.fabric import Fabric as HostFabric
@@ -84,9 +84,8 @@ class Fabric(HostFabric):
         )
 
     def clip_gradients(self, module: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        """With `max_norm` clip in the coming step, in its one pass, and return the unscaled 2-norm now."""
+        """Unscale and clip as the base does; a 2-norm is added up in fp32, also over 16-bit gradients."""
         max_norm = kwargs.get("max_norm")
         if self.session is None or max_norm is None or args or kwargs.get("norm_type", 2.0) != 2.0:
             return super().clip_gradients(module, optimizer, *args, **kwargs)
-        self._ours.clip_norm = float(max_norm)
-        return torch.as_tensor(self.session.measure(optimizer.optimizer).norm)
+        return clip(self.session, parameters_of(optimizer.optimizer), float(max_norm))

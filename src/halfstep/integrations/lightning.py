@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import halfstep as hs
-from halfstep.integrations import Options, begun, checked, prepare
+from halfstep.integrations import Options, begun, checked, clip, prepare
 
 try:
     from lightning.pytorch import LightningModule
@@ -41,8 +41,6 @@ class Driven:
 
     session: hs.Session | None = None
     outcome: hs.Outcome | None = None
-    clip_norm: float | None = None
-    """What the coming step clips to."""
 
     def __init__(self, **how: Unpack[Options]) -> None:
         self._how = checked({**how})
@@ -63,8 +61,7 @@ class Driven:
 
     def step(self, optimizer: torch.optim.Optimizer) -> hs.Outcome:
         """A step of the session; gradients stay until `zero_grad`."""
-        clip, self.clip_norm = self.clip_norm, None
-        self.outcome = begun(self.session).step(optimizer, clip_norm=clip, zero_grad=False)
+        self.outcome = begun(self.session).step(optimizer, zero_grad=False)
         return self.outcome
 
     def state_dict(self) -> dict[str, Any]:
@@ -119,11 +116,11 @@ class Precision(Driven, TrainerPrecision):
     def clip_gradients(
         self, optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: Any = GradClipAlgorithmType.NORM
     ) -> None:
-        """Clip by the norm in the coming step, in its one pass over the gradients; by value here."""
-        if gradient_clip_algorithm == GradClipAlgorithmType.NORM:
-            self.clip_norm = float(clip_val) if clip_val > 0 else None
-        else:
+        """Clip as the base does; the norm is added up in fp32, also over 16-bit gradients."""
+        if gradient_clip_algorithm != GradClipAlgorithmType.NORM:
             super().clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
+        elif clip_val > 0:
+            clip(begun(self.session), self.main_params(optimizer), float(clip_val))
 
 
 class DDPStrategy(HostDDPStrategy):

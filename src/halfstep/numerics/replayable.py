@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import warnings
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import islice
@@ -40,10 +41,21 @@ class _Ran:
 
     step: Callable[..., Any]
     batch: tuple[Any, ...]
+    parts: StepParticipants
     before: Snapshot
     outcomes: int
     result: Any = None
     early: Snapshot | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        return compute_device(self.parts.parameters())
+
+    @property
+    def sharded(self) -> bool:
+        """Whether a model is under `fully_shard`."""
+        return any(map(is_sharded, self.parts.models))
 
 
 class Replayable:
@@ -52,7 +64,8 @@ class Replayable:
     A step that is skipped, or whose loss is not finite, is replayed if its cause may be new: the first in a
     row of bad steps, the second, the fourth and so on. Each cause is named once, in a warning; a range that
     only the present loss scale exceeds is no fault and is kept without one. Steps of a model under
-    `fully_shard` are not replayed: a warning names the first bad one.
+    `fully_shard` are not replayed: a warning names the first bad one. What a step trains is looked for in
+    each step anew and not kept, so that a session which holds a Replayable is not kept alive by it.
 
     Args:
         session: a Session, or None with `model` and `optimizer` given (or found through the step function).
@@ -74,13 +87,11 @@ class Replayable:
     ) -> None:
         self._traces: list[tuple[int, Trace]] = []
         self.steps = 0
-        self._given = [x for x in (session, model, optimizer, *others) if x is not None]
+        self._session = (lambda: None) if session is None else weakref.ref(session)
+        self._others = [x for x in (model, optimizer, *others) if x is not None]
         self._limit, self._warn = limit, warn
         self._replays = self._bad_in_a_row = 0
-        self._sharded = self._told = False
-        self._parts: StepParticipants | None = None
-        self._step: Callable[..., Any] | None = None
-        self._device = torch.device("cpu")
+        self._told = False
         self._ran: _Ran | None = None
 
     @property
@@ -105,13 +116,12 @@ class Replayable:
             LossScaleCollapsed: as the session does, with the first bad op in the message.
         """
         self.settle()
-        parts = self._parts_of(step)
-        ran = _Ran(
-            step, batch, Snapshot(parts, weights=False), 0 if parts.session is None else parts.session.steps
-        )
+        parts = StepParticipants(step, self._given)
+        steps = 0 if parts.session is None else parts.session.steps
+        ran = _Ran(step, batch, parts, Snapshot(parts, weights=False), steps)
         self.steps += 1
         skips = parts.session is not None and parts.session.skip_nonfinite
-        hooks = [] if self._sharded or skips else self._guards(parts, ran)
+        hooks = [] if ran.sharded or skips else self._guards(parts, ran)
         try:
             ran.result = step(*batch)
         except LossScaleCollapsed as error:
@@ -120,7 +130,7 @@ class Replayable:
             for hook in hooks:
                 hook.remove()
         self._ran = ran
-        if self._device.type == "cpu":
+        if ran.device.type == "cpu":
             self.settle()
         return ran.result
 
@@ -129,7 +139,7 @@ class Replayable:
         ran, self._ran = self._ran, None
         if ran is None:
             return
-        session, bad = self._parts_of(ran.step).session, False
+        session, bad = ran.parts.session, False
         try:
             if session is not None:
                 outcomes = islice(reversed(session.history), session.steps - ran.outcomes)
@@ -137,21 +147,20 @@ class Replayable:
         except LossScaleCollapsed as error:
             raise self._with_origin(error, ran) from error
         bad = bad or ran.early is not None or not all(is_finite(t) for t in tensors_in(ran.result))
-        bad = self._on_any_rank(bad)
+        bad = _on_any_rank(ran, bad)
         self._bad_in_a_row = self._bad_in_a_row + 1 if bad else 0
         power_of_two = self._bad_in_a_row & (self._bad_in_a_row - 1) == 0
         wanted = bad and power_of_two and self._replays < _TRIES * self._limit
-        if self._sharded and bad and self._warn and not self._told:
+        if ran.sharded and bad and self._warn and not self._told:
             self._told = True
             warnings.warn(_SHARDED.format(self.steps), HalfstepWarning, stacklevel=3)
-        elif not self._sharded and wanted and self._on_any_rank(len(self._traces) < self._limit):
+        elif not ran.sharded and wanted and _on_any_rank(ran, len(self._traces) < self._limit):
             self._keep(self._replay(ran), self._warn)
 
-    def _on_any_rank(self, here: bool) -> bool:
-        """All ranks replay or none does: a replay takes part in their collectives."""
-        if world_size() == 1 or self._parts is None:
-            return here
-        return bool(all_ranks(torch.tensor(here, device=self._device), self._parts.group))
+    @property
+    def _given(self) -> list[Any]:
+        """What was given and is alive."""
+        return [x for x in (self._session(), *self._others) if x is not None]
 
     def _keep(self, trace: Trace, tell: bool) -> None:
         """Keeps a trace whose cause is new, with a warning where the user is to be told."""
@@ -163,19 +172,12 @@ class Replayable:
             warnings.warn(f"step {self.steps}: {bad.summary()}", HalfstepWarning, stacklevel=4)
 
     def _with_origin(self, error: LossScaleCollapsed, ran: _Ran) -> LossScaleCollapsed:
-        if self._sharded:
+        if ran.sharded:
             return LossScaleCollapsed(str(error))
         trace = self._replay(ran)
         self._keep(trace, tell=False)
         bad = trace.bad
         return LossScaleCollapsed(f"{error}; first bad op: {bad.summary()}" if bad else str(error))
-
-    def _parts_of(self, step: Callable[..., Any]) -> StepParticipants:
-        if self._parts is None or self._step is not step:
-            self._parts, self._step = StepParticipants(step, self._given), step
-            self._sharded = any(map(is_sharded, self._parts.models))
-            self._device = compute_device(self._parts.parameters())
-        return self._parts
 
     def _guards(self, parts: StepParticipants, ran: _Ran) -> list[Any]:
         """Hooks that keep the weights that an update with a gradient not finite would spoil."""
@@ -188,7 +190,7 @@ class Replayable:
         return [o.register_step_pre_hook(guard) for o in parts.optimizers]
 
     def _replay(self, ran: _Ran) -> Trace:
-        parts = self._parts_of(ran.step)
+        parts = ran.parts
         if parts.session is not None:
             parts.session.sync()
         self._replays += 1
@@ -205,3 +207,10 @@ class Replayable:
             for parameter, gradient in gradients:
                 parameter.grad = gradient
             after.restore()
+
+
+def _on_any_rank(ran: _Ran, here: bool) -> bool:
+    """All ranks replay or none does: a replay takes part in their collectives."""
+    if world_size() == 1:
+        return here
+    return bool(all_ranks(torch.tensor(here, device=ran.device), ran.parts.group))

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -254,7 +255,7 @@ def watch(
     scaler: Any = None,
     exact: bool = False,
 ) -> Watch:
-    """Begins to watch a model in training; the result is also a context manager.
+    """Begins to watch a model in training, as long as the result is kept, which is also a context manager.
 
     Args:
         model: the model, before or after DDP.
@@ -281,6 +282,17 @@ def leave(listeners: list[Any], listener: Any) -> None:
     """Takes a listener out of a list of them, if it is there."""
     if listener in listeners:
         listeners.remove(listener)
+
+
+def _while_alive(method: Callable[..., None]) -> Callable[..., None]:
+    """A hook that calls a method as long as its object is alive, and does not keep it so."""
+    known = weakref.WeakMethod(method)
+
+    def call(*args: Any, **kwargs: Any) -> None:
+        if not torch.compiler.is_compiling() and (alive := known()) is not None:
+            alive(*args, **kwargs)
+
+    return call
 
 
 class Watch:
@@ -317,6 +329,7 @@ class Watch:
         self._scale_of_step = scale_of(self._session, self._scaler)
         self._hooks = ExitStack()
         self._install()
+        weakref.finalize(self, self._hooks.close)
 
     def _install(self) -> None:
         released = {
@@ -325,24 +338,26 @@ class Watch:
         # All gradients are looked at together when a session's step begins; not over several ranks, where
         # they are averages by then, nor where backward releases them.
         if self._session is not None and world_size() == 1 and not released:
-            self._listen(self._session.early_listeners, self._before_step)
+            self._listen(self._session.early_listeners, _while_alive(self._before_step))
         else:
+            see = _while_alive(self._on_gradient)
             for parameter, name in self._names.items():
-                hook = partial(self._on_gradient, name)
+                hook = partial(see, name)
                 if parameter in released:
                     self._hold(parameter.register_hook(hook))
                 elif parameter.requires_grad and parameter.is_leaf:
                     self._hold(parameter.register_post_accumulate_grad_hook(partial(_of_gradient, hook)))
         if self.every > 0:
+            see = _while_alive(self._on_output)
             for name, module in self._model.named_modules():
                 if fqn(name) and not isinstance(module, _CONTAINERS):
-                    hook = partial(self._on_output, fqn(name))
+                    hook = partial(see, fqn(name))
                     self._hold(module.register_forward_hook(hook))
         for optimizer in self._optimizers:
-            self._hold(optimizer.register_step_pre_hook(self._before_update))
-            self._hold(optimizer.register_step_post_hook(self._after_update))
+            self._hold(optimizer.register_step_pre_hook(_while_alive(self._before_update)))
+            self._hold(optimizer.register_step_post_hook(_while_alive(self._after_update)))
         if self._session is not None:
-            self._listen(self._session.listeners, self._on_outcome)
+            self._listen(self._session.listeners, _while_alive(self._on_outcome))
 
     def _listen(self, listeners: list[Any], mine: Any) -> None:
         listeners.append(mine)
@@ -408,7 +423,7 @@ class Watch:
             self._count("gradient", name, gradient)
 
     def _on_output(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
-        if not self._sampling or replaying() or torch.compiler.is_compiling():
+        if not self._sampling or replaying():
             return
         recomputed = graph_task() != -1
         floats = (t for t in pytree.tree_leaves(output) if isinstance(t, Tensor) and t.is_floating_point())
@@ -418,7 +433,7 @@ class Watch:
         if not recomputed and module.training:
             self._count("activation", name, tensor)
         if tensor.requires_grad and torch.is_grad_enabled():
-            tensor.register_hook(partial(self._on_output_gradient, name))
+            tensor.register_hook(partial(_while_alive(self._on_output_gradient), name))
 
     def _on_output_gradient(self, name: str, gradient: Tensor | None) -> None:
         if self._sampling and gradient is not None and not replaying():

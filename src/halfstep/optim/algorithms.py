@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from halfstep.errors import ConfigError, show
 from halfstep.kernels import codes as L
 
 Number = float | Tensor
@@ -43,7 +44,10 @@ def _adam_scalars(group: Mapping[str, Any], step: Number, decay: Number) -> Scal
     beta1, beta2 = group["betas"]
     corrected = group.get("bias_correction", True)
     first, second = (1 - beta1**step, 1 - beta2**step) if corrected else (1.0, 1.0)
-    return (decay, 1 - beta1, beta2, 1 - beta2, 1 / second**0.5, group["eps"], group["lr"] / first)
+    try:
+        return (decay, 1 - beta1, beta2, 1 - beta2, 1 / second**0.5, group["eps"], group["lr"] / first)
+    except ZeroDivisionError:
+        raise ConfigError(f"betas={show(group['betas'])}: must be a pair of numbers in [0, 1)") from None
 
 
 def _adamw_scalars(group: Mapping[str, Any], step: Number) -> Scalars:

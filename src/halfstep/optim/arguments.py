@@ -141,7 +141,9 @@ def numbers_of(group: Mapping[str, Any]) -> Mapping[str, Any]:
     betas = group.get("betas", ())
     if _PLAIN.issuperset(map(type, group.values())) and _PLAIN.issuperset(map(type, betas)):
         return group
-    return {key: _as_number(value, read=True) for key, value in group.items() if key != "params"}
+    numbers = {key: _as_number(value, read=True) for key, value in group.items() if key != "params"}
+    check_hyperparameters(numbers)
+    return numbers
 
 
 def limits_of(groups: Sequence[Mapping[str, Any]], clip_norm: float | None) -> list[float | None]:
@@ -175,6 +177,16 @@ def _as_number(value: Any, read: bool) -> Any:
     return float(value) if read and isinstance(value, Tensor) else value
 
 
+def check_betas(betas: Any) -> None:
+    """Raise ConfigError unless it is two numbers in [0, 1); 0.999 in bf16 is 1, say."""
+    if not isinstance(betas, list | tuple) or len(betas) != 2:
+        raise ConfigError(f"betas={show(betas)}: must be a pair of numbers in [0, 1)")
+    for i, beta in enumerate(betas):
+        value = float(beta) if isinstance(beta, Tensor) and beta.numel() == 1 else beta
+        if not (isinstance(value, int | float) and 0 <= value < 1):
+            raise ConfigError(f"betas[{i}]={show(beta)}: must be a number in [0, 1)")
+
+
 def check_hyperparameters(group: Mapping[str, Any]) -> None:
     """Raise ConfigError for values no optimizer here can mean."""
     lr = group["lr"]
@@ -184,12 +196,7 @@ def check_hyperparameters(group: Mapping[str, Any]) -> None:
         value = group.get(name, 0.0)
         if not isinstance(value, Tensor) and not (isinstance(value, int | float) and value >= 0):
             raise ConfigError(f"{name}={show(value)}: must be a number of at least 0")
-    betas = group.get("betas", ())
-    if not isinstance(betas, list | tuple) or ("betas" in group and len(betas) != 2):
-        raise ConfigError(f"betas={show(betas)}: must be a pair of numbers in [0, 1)")
-    for i, beta in enumerate(betas):
-        value = float(beta) if isinstance(beta, Tensor) and beta.numel() == 1 else beta
-        if not (isinstance(value, int | float) and 0 <= value < 1):
-            raise ConfigError(f"betas[{i}]={show(beta)}: must be a number in [0, 1)")
+    if "betas" in group:
+        check_betas(group["betas"])
     if group.get("nesterov") and (group["momentum"] <= 0 or group["dampening"] != 0):
         raise ConfigError("nesterov=True needs momentum > 0 and dampening 0")

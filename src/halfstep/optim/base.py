@@ -53,7 +53,7 @@ from halfstep.torch_private import (
     profiling,
     step_hooks,
 )
-from halfstep.trees import parameters_of
+from halfstep.trees import accumulate_in_fp32, parameters_of
 
 BACKENDS = ("auto", "reference", "triton")
 Work = tuple[Bundle, str]
@@ -144,7 +144,7 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
     def _hook(self, params: list[Tensor]) -> None:
         if self.accumulate == "fp32":
             for p in params:
-                p.grad_dtype = torch.float32
+                accumulate_in_fp32(p)
         if self.release is not None:
             self.release.watch(params)
 

@@ -25,7 +25,7 @@ from halfstep.optim import checkpoints, cuda
 from halfstep.optim.loading import HasMasters, HooksOfHolder
 from halfstep.policy.levels import LOW_DTYPES as LOW
 from halfstep.torch_private import foreach_add_, foreach_copy_, foreach_norm
-from halfstep.trees import map_floats, parameters_of
+from halfstep.trees import accumulate_in_fp32, map_floats, parameters_of
 
 OWNERS = WeakTensorKeyDictionary()
 """Which record a 16-bit weight belongs to: weight -> weak reference to its `Link`."""
@@ -218,7 +218,10 @@ class Link(HasMasters):
             master._source, master._owner, master._name = weight, weakref.ref(self), names.get(weight)
             master.agree()
             # It carries an fp32 gradient from now on; torch makes 16-bit ones in backward, unless told.
-            weight.grad_dtype = torch.float32 if self.wide else None
+            if self.wide:
+                accumulate_in_fp32(weight)
+            else:
+                weight.grad_dtype = None
             params[index] = master
             if weight in state:
                 state[master] = map_floats(lambda t: t.float() if t.dtype in LOW else t, state.pop(weight))

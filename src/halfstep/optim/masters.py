@@ -134,7 +134,8 @@ class MasterWeights:
         self.link.widen()
         grads = [p.grad for p in parameters_of(self.optimizer) if p.grad is not None]
         if inv_scale is not None:
-            unscale_(grads, torch.as_tensor(inv_scale))
+            known = isinstance(inv_scale, Tensor)
+            unscale_(grads, inv_scale if known else torch.tensor(inv_scale, device="cpu"))
         return grads
 
     def write_back(self) -> None:

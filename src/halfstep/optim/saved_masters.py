@@ -67,7 +67,7 @@ class SavedMasters:
             if value is not None:
                 self._found.append((p, value))
             kept[number] = _plain(entry, p)
-        return {**spread, "state": kept}
+        return {**spread, "state": {number: _counted(entry) for number, entry in kept.items()}}
 
     @torch.no_grad()
     def after(self, optimizer: torch.optim.Optimizer) -> None:
@@ -78,6 +78,12 @@ class SavedMasters:
             if isinstance(p, Master):
                 p.write()
         warn_of_zero_moments([optimizer])
+
+
+def _counted(entry: Any) -> Any:
+    """The entry, a 16-bit count of its steps in fp32: bf16 stops counting at 256, fp16 at 2,048."""
+    step = entry.get("step") if isinstance(entry, Mapping) else None
+    return {**entry, "step": step.float()} if isinstance(step, Tensor) and step.dtype in LOW_DTYPES else entry
 
 
 def _is_own(entry: Any) -> bool:

@@ -6,6 +6,9 @@ followed by `*` has a `dtype=` argument of its own. No imports here, and no code
 
 Groups = tuple[tuple[str, str, str], ...]
 
+CONVOLUTIONS = (
+    "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d convolution _convolution"
+)
 _CONVOLUTIONS = "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc"
 _RNN_CELLS = "lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell"
 _RNN_LAYERS = "lstm gru rnn_tanh rnn_relu"
@@ -206,13 +209,14 @@ _SUMS_BY_INDEX = (
     "index index_select index_add index_add_ index_put index_put_ index_reduce index_reduce_ segment_reduce"
     " histc"
     " take bilinear gather scatter_add scatter_add_ scatter_reduce scatter_reduce_"
+    " grid_sampler grid_sampler_2d grid_sampler_3d"
 )
 # Ops whose 16-bit kernels add in 16 bits, forward or for a gradient: a sum of ones in bf16 stops at 256.
 # CPU: measured with torch 2.13 (tests/laws/test_law_18_long_sums.py finds them).
 SUMS_IN_16_BITS = {
     "cpu": (
         "layer_norm native_layer_norm batch_norm group_norm instance_norm embedding embedding_bag"
-        " adaptive_avg_pool3d " + _SUMS_BY_INDEX
+        f" adaptive_avg_pool3d {CONVOLUTIONS} {_SUMS_BY_INDEX}"
     ),
 }
 

@@ -25,6 +25,7 @@ from halfstep.errors import (
     HalfstepWarning,
     NonFiniteError,
     ScalerStateError,
+    UnsupportedError,
     show,
 )
 from halfstep.names import named_parameters
@@ -115,6 +116,18 @@ def check_parameters(models: Sequence[nn.Module], optimizers: Sequence[torch.opt
                 f"of shape {list(strangers[0].shape)}: build the optimizer from the model that is prepared, "
                 "after sharding it (fully_shard and tensor parallel replace parameters). To add a layer "
                 "amp.revert(), add it to the model and to the optimizer, and prepare again"
+            )
+
+
+def check_expanded(models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Raise UnsupportedError for a weight whose elements share memory: torch's fused steps write past it."""
+    for weight in (w for optimizer in optimizers for w in weights_of(optimizer) if w.requires_grad):
+        strides = weight.stride() if weight.layout is torch.strided else ()
+        if any(n > 1 and step == 0 for n, step in zip(weight.shape, strides)):
+            raise UnsupportedError(
+                f"parameter {name_of(models, weight)!r} of shape {[*weight.shape]} is an expanded tensor, "
+                "of which no optimizer can update elements that share memory: give the model and its "
+                "optimizer a clone() of it, or the tensor before expand() as the parameter"
             )
 
 

@@ -305,6 +305,8 @@ def _begin(path: str, storage: Any, manifest: Mapping[str, Any]) -> str | None:
         files, folder = _opened(path)
         if any(files.exists(f"{folder}/{name}") for name in (_DONE, checkpoint.MANIFEST)):
             return f"{path} holds a checkpoint already, and storage='dcp' replaces none: choose another name"
+        if strange := _no_file(files, folder):
+            return f"cannot write {path}: {strange}"
         files.makedirs(folder, exist_ok=True)
         files.pipe_file(f"{folder}/{_MARK}", json.dumps({"halfstep": manifest["halfstep"]}).encode())
     except (ImportError, ValueError, OSError) as error:
@@ -317,10 +319,21 @@ def _missing(path: str) -> str | None:
     try:
         files, folder = _opened(path)
         there, plain = (files.exists(f"{folder}/{name}") for name in (_DONE, checkpoint.MANIFEST))
+        if strange := _no_file(files, folder):
+            return f"cannot read {path}: {strange}"
     except (ImportError, ValueError, OSError) as error:
         return f"cannot read {path}: {_first_line(error)}"
     hint = "; load without storage= reads what is there" if plain else ""
     return None if there else f"no checkpoint at {path}: it has no {_DONE}, which a save writes last{hint}"
+
+
+def _no_file(files: Any, folder: str) -> str | None:
+    """What a folder holds that reading or writing could wait for without end: a pipe, say, or a device."""
+    kinds = ("file", "directory")
+    for entry in files.ls(folder, detail=True) if files.isdir(folder) else ():
+        if entry["type"] not in kinds and files.info(entry["name"])["type"] not in kinds:  # through links
+            return f"{entry['name']} is neither a file nor a folder"
+    return None
 
 
 def _opened(path: str) -> tuple[Any, str]:

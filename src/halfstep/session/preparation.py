@@ -23,6 +23,16 @@ from halfstep.optim.masters import MasterWeights, holder_of, holders_of
 from halfstep.session.precision import Precision
 
 
+class MastersByNumber(dict[int, MasterWeights]):
+    """The `MasterWeights` of torch optimizers by the optimizer's number; ConfigError for another number."""
+
+    def __missing__(self, number: int) -> MasterWeights:
+        raise ConfigError(
+            f"masters[{number}]: optimizer {number} has no MasterWeights. Torch's optimizers have them at "
+            "O2; one of hs.optim keeps its masters itself: optimizer.masters(), optimizer.seed_masters(...)"
+        )
+
+
 class Preparation:
     """The conversions, masters, layout and hooks of one `prepare`; `revert` undoes them."""
 

@@ -29,9 +29,9 @@ from halfstep.policy.levels import Level, dtype_of, level_of
 from halfstep.policy.plan import Plan
 from halfstep.policy.policy import Policy
 from halfstep.scaling.loss_scale import LossScale
-from halfstep.session.checks import check_parameters, check_sharing, skips_of
+from halfstep.session.checks import check_expanded, check_parameters, check_sharing, skips_of
 from halfstep.session.precision import Precision, lower
-from halfstep.session.preparation import OwnMasters, fit_states
+from halfstep.session.preparation import MastersByNumber, OwnMasters, fit_states
 from halfstep.session.ranks import check_groups
 from halfstep.session.session import Models, Optimizers, Session
 from halfstep.trees import compute_device, parameters_of
@@ -99,6 +99,7 @@ def check_parts(
                 "adapter, and clip_norm= to amp.step()"
             )
     check_parameters(models, optimizers)
+    check_expanded(models, optimizers)
     wide = sum(p.dtype == torch.float64 for model in models for p in model.parameters())
     if wide and precision.masters:
         raise ConfigError(
@@ -251,6 +252,7 @@ def prepare(
     kernels: Kernels = None,
     norm_group: Any = None,
     group: Any = None,
+    enabled: bool = True,
 ) -> Session:
     """Make a model and its optimizers train in mixed precision; returns the `Session` that drives them.
 
@@ -287,6 +289,8 @@ def prepare(
             same kernels and save into one folder. None is the ranks over which the model is wrapped, when
             that is needed: DDP's `process_group`, the mesh of its shards, `norm_group`, or what these join
             together; for a model that nothing wraps all ranks, but kernels are each rank's own then.
+        enabled: False trains in fp32 (level O0) whatever the other arguments say of precision, layout,
+            kernels and measuring, as `torch.autocast(enabled=False)` and `GradScaler(enabled=False)` do.
         step: for "auto": `step(amp, *batch)` makes one whole training step with the session it is given and
             returns the loss. Everything it changes is put back.
         batch: for "auto": what `step` is called with.
@@ -301,6 +305,13 @@ def prepare(
         UnsupportedError: a dtype this device cannot compute in, an optimizer that cannot have masters.
     """
     models, optimizers = as_models(model), as_optimizers(optimizer)
+    if not isinstance(enabled, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ConfigError(f"enabled={show(enabled)}: expected True or False")
+    if not enabled:
+        return prepare(
+            models, optimizers, "O0", skip_nonfinite=skip_nonfinite, on_nonfinite=on_nonfinite,
+            max_skips=max_skips, norm_group=norm_group, group=group,
+        )  # fmt: skip
     plan = read_plan(plan)
     if isinstance(level, str) and level.strip().lower() == "auto":
         level = "auto"
@@ -324,7 +335,7 @@ def prepare(
     table = table_of(kernels)
     warn_of_lost_masters(precision, optimizers)
     relayout = Relayout(models if layout == "channels_last" else ())
-    conversions, masters = list[Conversion](), dict[int, MasterWeights]()
+    conversions, masters = list[Conversion](), MastersByNumber()
     try:
         apply_precision(precision, models, optimizers, conversions, masters)
         session = Session(

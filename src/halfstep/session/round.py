@@ -326,12 +326,14 @@ def settle(
     measured: AnyStats,
     device_of: Callable[[], torch.device],
     over_ranks: Callable[[Tensor], Tensor] | None,
+    largest: Callable[[float | Tensor], float | Tensor],
 ) -> tuple[list[Loss], Flag]:
     """Each loss of a step with all that its gradients held, and whether the step is to be skipped.
 
     `device_of` is asked where flags of several optimizers or ranks meet.
 
-    A loss found inf where any optimizer that it trains did, on any rank where there is `over_ranks` (law 3).
+    A loss found inf where any optimizer that it trains did, on any rank where there is `over_ranks` (law 3);
+    `largest` is then that of all ranks' values.
     What none of several losses brought counts with all of them.
     """
     before = reduce(either, (loss.found for loss in losses))
@@ -351,7 +353,9 @@ def settle(
         own = [known[at].found for at in asking]
         everyone = over_ranks(torch.stack([torch.as_tensor(flag, device=device_of()) for flag in own]))
         for at, mine, flag in zip(asking, own, everyone):
-            known[at] = known[at]._replace(found=bool(flag) if isinstance(mine, bool) else flag)
+            amax, needed = known[at].amax, known[at].scale.needs_amax
+            amax = largest(amax) if needed and amax is not None else amax  # parameters may be each rank's own
+            known[at] = known[at]._replace(found=bool(flag) if isinstance(mine, bool) else flag, amax=amax)
     return known, reduce(either, (loss.found for loss in known))
 
 

@@ -36,6 +36,7 @@ from halfstep.optim.loading import HasMasters, warn_of_zero_moments
 from halfstep.optim.masters import holders_of, weight_of
 from halfstep.optim.shards import as_shard
 from halfstep.optim.shards import cut as cut_state
+from halfstep.session.checks import holds_values
 from halfstep.session.preparation import OwnMasters
 from halfstep.session.steppers import weights_of
 from halfstep.shardfiles import Piece
@@ -178,14 +179,42 @@ def save(
             the way that is no checkpoint. In the background: at the next `save` or `load`, or by
             `wait_until_saved`.
     """
-    _check_gradients(self)
     checkpoint.check_keep(Path(path), keep_last)
     write = _writer_of(path, storage, keep_last)
-    _make_ready(self)
-    pieces, group = dict[str, Piece](), self.group
-    held: dict[str, Any] = {"": rank(group) if self.stages else 0}
-    masters = _masters(self)
-    for number, (name, value, p) in enumerate(_tensors(self)):
+    contents = _on_every_rank(lambda: _contents(self, schedulers, position, extra), self.group)
+    if background:
+        self.writer = self.writer or checkpoint.Background()
+        self.writer.start(write, contents, self.group)
+    else:
+        write(contents=contents, group=self.group)
+    return Path(path) if storage is None else path
+
+
+def _on_every_rank(make: Callable[[], checkpoint.Contents], group: Group | None) -> checkpoint.Contents:
+    """What `make` gives; where it raises on a rank the others raise a CheckpointError that names it."""
+    made, raised = None, None
+    try:
+        made = make()
+    except Exception as error:
+        raised = error
+    told = gather(None if raised is None else str(raised), group)
+    if raised is not None:
+        raise raised
+    for number, text in enumerate(told):
+        if text is not None:
+            raise CheckpointError(f"rank {number} cannot save: {text}")
+    assert made is not None
+    return made
+
+
+def _contents(session: Session, schedulers: Sequence[Any], position: Any, extra: Any) -> checkpoint.Contents:
+    """All that this rank writes; CheckpointError for what cannot be saved, or not now."""
+    _check_gradients(session)
+    _make_ready(session)
+    pieces, group = dict[str, Piece](), session.group
+    held: dict[str, Any] = {"": rank(group) if session.stages else 0}
+    masters = _masters(session)
+    for number, (name, value, p) in enumerate(_tensors(session)):
         shardfiles.check_layout(name, value)
         master = masters.get(id(p), value.detach())
         t = master if isinstance(master, Tensor) else cast(Tensor, p).detach()
@@ -193,27 +222,21 @@ def save(
         piece, held[name] = _split(t, 0 if p is None else number, group), tuple(t.shape)
         if piece is not None:
             pieces[name] = piece if isinstance(master, Tensor) else replace(piece, widen=master)
-    manifest = {**_manifest(self, pieces, schedulers, extra, group), "model": checkpoint.checksum_of(held)}
+    manifest = {**_manifest(session, pieces, schedulers, extra, group), "model": checkpoint.checksum_of(held)}
     mine = dict[str, Tensor]()
     own = {"random": rng.random_state(), "position": position}
     about = {"own": shardfiles.packed(own, f".rank.{rank(group)}", mine.__setitem__)}
     pieces |= {name: Piece.of(value) for name, value in mine.items()}
-    contents = checkpoint.Contents(pieces, {**about, "ranks": world_size(group)}, manifest)
-    if background:
-        self.writer = self.writer or checkpoint.Background()
-        self.writer.start(write, contents, group)
-    else:
-        write(contents=contents, group=group)
-    return Path(path) if storage is None else path
+    return checkpoint.Contents(pieces, {**about, "ranks": world_size(group)}, manifest)
 
 
 def _check_gradients(session: Session) -> None:
-    """Raise CheckpointError where an optimizer has gradients of a loss that it has not stepped on."""
+    """Raise CheckpointError where an optimizer has gradients, not 0, of a loss that it has not stepped on."""
     pending = frozenset[int]().union(*(loss.waiting for loss in session.state.losses))
     for index in sorted(pending):
         stepper = session._steppers[index]
         applied = stepper.releases and stepper.optimizer.release.stats(None) is not None
-        if applied or stepper.has_gradients():
+        if applied or holds_values(stepper.optimizer):
             raise CheckpointError(
                 "save() between backward() and step(): gradients are not saved. Call step() first, or "
                 "zero_grad() to drop them"

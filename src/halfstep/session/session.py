@@ -25,6 +25,7 @@ from halfstep.casting.kernel_probes import measurements
 from halfstep.checkpoint import Background
 from halfstep.devices import refuse_capture
 from halfstep.distributed import all_ranks, world_size
+from halfstep.distributed.reduce import largest_of_ranks
 from halfstep.errors import ConfigError, HalfstepWarning, UnsupportedError, show
 from halfstep.formats import dtype_name
 from halfstep.gradients.outcome import Outcome, OutcomeQueue, StepRecord
@@ -44,6 +45,7 @@ from halfstep.session.checks import (
     SKIPPING,
     NonFinite,
     Report,
+    check_expanded,
     check_loss_id,
     check_scheduler,
     check_sharing,
@@ -284,6 +286,7 @@ class Session(Setup):
         """Look at parameters that an optimizer was given by `add_param_group` since the last call."""
         for index, optimizer in enumerate(self.optimizers):
             if sizes_of(optimizer) != self.state.sizes[index]:
+                check_expanded(self.models, self.optimizers)
                 check_sharing(self.models, self.optimizers, self.precision.masters)
                 self.state = with_added(self.state, optimizer, index, partial(name_of, self.models))
 
@@ -450,7 +453,10 @@ class Session(Setup):
         else:
             measured, update = stepper.look_and_update(inv_scale, wants_max, clip_norm)
         over_ranks = partial(all_ranks, group=self._ranks.group) if skips and world_size() > 1 else None
-        losses, found = settle(losses, self._steppers, index, measured, lambda: self.device, over_ranks)
+        largest = partial(largest_of_ranks, group=self._ranks.group)
+        losses, found = settle(
+            losses, self._steppers, index, measured, lambda: self.device, over_ranks, largest
+        )
         if skips:
             update = stepper.update(inv_scale, measured, clip_norm, found, clears)
         else:

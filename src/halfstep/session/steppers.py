@@ -91,6 +91,7 @@ class Stepper:
         """Unscale, clip and update, or skip where `found_inf` is set.
 
         `clears`: the gradients are dropped afterwards, so that nobody asks whether they lie unscaled.
+        Where they stay, they lie clipped as well after a step that was taken.
         """
         raise NotImplementedError
 
@@ -241,7 +242,10 @@ class TorchStepper(Stepper):
         clears: bool = True,
     ) -> Update:
         """Unscale and clip in place, then the optimizer's own step; both within it where it takes a flag."""
-        if clears and isinstance(found_inf, Tensor) and self._skips_on_device():
+        if isinstance(found_inf, Tensor) and self._skips_on_device():
+            if not clears and inv_scale is not None:  # those that stay carry no scale, skipped or not
+                unscale_(self.gradients(), inv_scale)
+                inv_scale = None
             self._flagged_step(inv_scale, measured.norm, clip_norm, found_inf)
             return Update(True, found_inf)
         if found_inf:

@@ -18,7 +18,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -43,7 +43,7 @@ from halfstep.numerics.trace import Trace
 from halfstep.session.prepare import prepare
 from halfstep.trainer import earlier
 from halfstep.trainer.records import Callback, History, Logger, Metric, ProgressBar, StepLog
-from halfstep.trees import move_to
+from halfstep.trees import gathered, move_to
 
 # ---- what a Trainer refuses before it touches a weight, on every rank alike ---------------------------
 
@@ -130,13 +130,39 @@ def check_ranks(last: int) -> None:
         )
 
 
-def checked(batch: Any, step: int, device: torch.device) -> tuple[Any, Any]:
-    """The batch on the device; DataError for what is no pair, or holds inf or NaN in a tensor of the CPU."""
+class Unread(NamedTuple):
+    """Whether a batch that came on an accelerator is finite, in a 0-d tensor that nobody has read."""
+
+    step: int
+    part: str
+    finite: Tensor
+
+
+def check_unread(flags: Sequence[Unread]) -> None:
+    """Raise DataError for the first batch that was not finite; where there are flags, wait for them."""
+    found = gathered([flag.finite for flag in flags], flags[0].finite.device).tolist() if flags else []
+    for flag, finite in zip(flags, found):
+        if not finite:
+            raise DataError(
+                f"the {flag.part} of the batch for step {flag.step} holds inf or NaN: clean the data, and go "
+                f"on from a checkpoint of an earlier step (of batches that a loader puts on "
+                f"{flag.finite.device} this is read after the step)"
+            )
+
+
+def checked(batch: Any, step: int, device: torch.device, unread: list[Unread]) -> tuple[Any, Any]:
+    """The batch on the device; DataError for what is no pair, or holds inf or NaN in a tensor of the CPU.
+
+    Tensors of an accelerator are looked at there; `unread` gets the answers.
+    """
     if not isinstance(batch, tuple | list) or len(cast("Sequence[Any]", batch)) != 2:
         raise DataError(f"a batch is a {type(batch).__name__}; expected a pair (input, target)")
     pair = cast("Sequence[Any]", batch)
     for part, value in zip(("input", "target"), pair):
-        if not isinstance(value, Tensor) or not value.is_floating_point() or value.device.type != "cpu":
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            continue
+        if value.device.type != "cpu":
+            unread.append(Unread(step, part, value.isfinite().all()))
             continue
         if math.isfinite(value.sum(dtype=torch.float64).item()):
             continue  # as no sum with inf or NaN is; only others get the exact and slower look
@@ -236,7 +262,7 @@ def _train(own: Trainer, batches: Sequence[Any]) -> tuple[Tensor, Outcome]:
     """One step: forward and backward of each batch, then the update; the loss, detached, and the outcome."""
     losses: list[Tensor] = []
     for number, batch in enumerate(batches, 1):
-        x, y = checked(batch, own.step + 1, own.device)
+        x, y = checked(batch, own.step + 1, own.device, own.unread)
         apart = number < len(batches) and hasattr(own.forward, "no_sync")
         with cast(Any, own.forward).no_sync() if apart else nullcontext():
             with own.amp.autocast():
@@ -352,6 +378,7 @@ class Trainer:
         # One function throughout, which a Replayable asks for; it keeps no Trainer alive.
         self._step = partial(_train, weakref.proxy(self))
         self._pending: list[tuple[int, Tensor, Any]] = []
+        self.unread: list[Unread] = []
         self._position: Position | None = None
         self.rank_timeout = rank_timeout
         self._sigterm: Sequence[int] = ()
@@ -366,8 +393,8 @@ class Trainer:
 
     @property
     def device(self) -> torch.device:
-        """Where the model's parameters are."""
-        return next(self.model.parameters()).device
+        """Where the model computes: the accelerator that any parameter is on, else the CPU."""
+        return self.amp.device
 
     @property
     def traces(self) -> Sequence[tuple[int, Trace]]:
@@ -386,7 +413,8 @@ class Trainer:
 
         Both count from the first `fit`: one that has got there already trains nothing.
 
-        Raises DataError for a batch with inf or NaN (before it touches the weights), an empty loader, or (on
+        Raises DataError for a batch with inf or NaN (before it touches the weights; of a batch that comes on
+        an accelerator when its loss is read or a checkpoint is written), an empty loader, or (on
         every rank, before the first step) ranks with batches for different numbers of steps; and
         CheckpointError when `resume` finds a corrupt checkpoint or one of another model.
         """
@@ -472,7 +500,8 @@ class Trainer:
         self.model.eval()
         try:
             with torch.no_grad():
-                for x, y in (checked(batch, self.step + 1, self.device) for batch in loader):
+                unread = list[Unread]()
+                for x, y in (checked(batch, self.step + 1, self.device, unread) for batch in loader):
                     with self.amp.autocast():
                         output = self.model(x)
                         values = {"loss": self.loss_fn(output, y)}
@@ -485,6 +514,7 @@ class Trainer:
                             )
                         sums[name] = sums.get(name, 0.0) + value.double() * len(x)
                     count += len(x)
+                check_unread(unread)
         finally:
             for module, training in modes:
                 module.training = training
@@ -494,6 +524,7 @@ class Trainer:
         """Write a checkpoint of this moment into the folder, as `Session.save` does; returns its path."""
         if self.folder is None:
             raise ConfigError("this Trainer has no checkpoint folder; pass checkpoints='runs/mine'")
+        self._check_batches()
         path = self.folder.path_for(self.step)
         place = None if self._position is None else self._position.state_dict()
         counts = {"step": self.step, "epoch": self.epoch}
@@ -525,7 +556,12 @@ class Trainer:
         self._call("on_step_end")
         position.trained()
 
+    def _check_batches(self) -> None:
+        flags, self.unread = self.unread, []
+        check_unread(flags)
+
     def _read(self) -> None:
+        self._check_batches()
         if not self._pending:
             return
         losses = torch.stack([loss.float() for _, loss, _ in self._pending]).tolist()

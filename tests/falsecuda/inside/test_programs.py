@@ -23,6 +23,8 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "foreach AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2, eps=1e-4, foreach=True),
     "for-loop SGD": lambda p: torch.optim.SGD(p, lr=1e-2, foreach=False),
 }
+ON_A_CPU = {"fused SGD": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, foreach=False)}
+"""torch's fused SGD leaves 16-bit weights unmoved on a CPU (pytorch#191763)."""
 SCHEDULES: dict[str, Callable[[Any], Any]] = {
     "none": lambda o: None,
     "step": lambda o: torch.optim.lr_scheduler.StepLR(o, 1, 0.5),
@@ -91,7 +93,8 @@ def built(program: Program, device: str) -> tuple[list[Network], Any, list[Any]]
     for net in nets:
         net.device = device
         net.first.to("cpu" if program.on_the_host else device), net.rest.to(device)
-    optimizers = [OPTIMIZERS[program.optimizer](net.parameters()) for net in nets]
+    kinds = OPTIMIZERS | ON_A_CPU if device == "cpu" else OPTIMIZERS
+    optimizers = [kinds[program.optimizer](net.parameters()) for net in nets]
     options = {} if program.scale is None else {"loss_scale": program.scale}
     schedules = [SCHEDULES[program.schedule](o) for o in optimizers]
     amp = hs.prepare(nets, optimizers, level=program.level, dtype=program.dtype, **options)

@@ -55,8 +55,8 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64)).to("cuda")
 
 
-def of_torch(dtype: torch.dtype, clip_norm: float | None) -> float:
-    """What torch.amp's own loop moves."""
+def of_torch(dtype: torch.dtype, clip_norm: float | None, looks: bool = False) -> float:
+    """What torch.amp's own loop moves; with `looks` one that takes the norm of the gradients, to log it."""
     net = network()
     optimizer = torch.optim.AdamW(net.parameters(), fused=True)
     scaler = torch.amp.GradScaler("cuda", enabled=dtype == torch.float16, init_scale=256.0)
@@ -65,6 +65,8 @@ def of_torch(dtype: torch.dtype, clip_norm: float | None) -> float:
         if clip_norm is not None:
             scaler.unscale_(optimizer)
             nn.utils.clip_grad_norm_(net.parameters(), clip_norm)
+        if looks:
+            nn.utils.get_total_norm([p.grad for p in net.parameters() if p.grad is not None])
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
@@ -106,10 +108,12 @@ def of_a_session(
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_session_moves_no_more_than_torchs_loop(level, dtype, clip_norm, monkeypatch):
-    theirs = of_torch({"bf16": torch.bfloat16, "fp16": torch.float16}[dtype], clip_norm)
+    # A scaler and clipping look at the gradients; a session does in any case, to say whether they are finite.
+    looks = dtype == "bf16" and clip_norm is None
+    theirs = of_torch({"bf16": torch.bfloat16, "fp16": torch.float16}[dtype], clip_norm, looks)
     ours, launched = of_a_session(level, dtype, clip_norm, monkeypatch)
     if level == "O2":
         assert launched.count("refresh") == 1
-        assert ours + 6 <= theirs * 1.01 + MASTERS + (4 if clip_norm is None else 0)
+        assert ours + 6 <= theirs * 1.01 + MASTERS
     else:
-        assert ours <= 1.1 * theirs + (4 if clip_norm is None and dtype == "bf16" else 0)
+        assert ours <= 1.1 * theirs

@@ -141,3 +141,29 @@ def test_weights_set_by_hand_reach_their_masters_unread(change, dtype):
         master = amp.masters[0].masters()[first]
     assert waits.names == []
     assert torch.equal(master, exact)
+
+
+@pytest.mark.parametrize("spoiled", [False, True])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_gradients_that_stay_carry_no_scale_and_nothing_is_read(level, spoiled):
+    net = network()
+    amp = hs.prepare(net, OPTIMIZERS["fused"](net.parameters()), level=level, dtype="fp16", loss_scale=64.0)
+    x, y = torch.randn(64, 16, device=CUDA), (torch.arange(64) % 10).to(CUDA)
+    for number in range(3):
+        with amp.autocast():
+            loss = F.cross_entropy(net(x), y)
+        amp.backward(loss)
+        params = [p for group in amp.optimizers[0].param_groups for p in group["params"]]
+        first = next(net.parameters())
+        if spoiled and first.grad is not None:
+            first.grad[0, 0] = float("inf")
+        expected = [p.grad.float() / 64 for p in net.parameters() if p.grad is not None]
+        with falsecuda.counted_waits() as waits:
+            outcome = amp.step(zero_grad=False)
+        assert waits.names == [] or number == 0
+        assert outcome.taken != spoiled
+        for p, one in zip(params, expected, strict=True):
+            assert p.grad is not None
+            assert torch.equal(p.grad, one)
+            p.grad = None
+        net.zero_grad()

@@ -109,9 +109,10 @@ long falsecuda_submit(const char* name) { return submit(name); }
 // Wait for all work; whether no copy met a pinned source that was written meanwhile.
 int falsecuda_drain() {
   Queue& q = queue();
+  std::deque<Copy> over;
   std::lock_guard<std::mutex> guard(q.lock);
   q.done = q.submitted;
-  return arrive(q).empty();
+  return arrive(q, over).empty();
 }
 
 // The names in a log, one a line, into `room`; the bytes that they need. A log that fitted is emptied.

@@ -56,10 +56,12 @@ inline Queue& queue() {
 // Above 0 nothing is counted and copies arrive at once: for what looks at the device from outside.
 inline thread_local int uncounted = 0;
 
-inline std::string arrive(Queue& q) {
+// What has arrived goes to `over`, which is destroyed without the lock: a storage that Python knows waits for the
+// interpreter, whose holder may wait for the lock.
+inline std::string arrive(Queue& q, std::deque<Copy>& over) {
   std::string fault;
   for (; !q.copies.empty() && q.copies.front().position <= q.done; q.copies.pop_front()) {
-    Copy& copy = q.copies.front();
+    Copy& copy = over.emplace_back(std::move(q.copies.front()));
     if (copy.to_host) {
       memcpy(copy.host, copy.bytes.data(), copy.bytes.size());
     } else if (memcmp(copy.host, copy.bytes.data(), copy.bytes.size()) != 0) {
@@ -74,11 +76,12 @@ inline std::string arrive(Queue& q) {
 // The device is at least as far as `position`; raises where a copy on the way met a pinned source written.
 inline void reach(long position) {
   std::string fault;
+  std::deque<Copy> over;
   {
     std::lock_guard<std::mutex> guard(queue().lock);
     Queue& q = queue();
     q.done = std::max(q.done, std::min(position, q.submitted));
-    fault = arrive(q);
+    fault = arrive(q, over);
   }
   TORCH_CHECK(fault.empty(), fault);
 }

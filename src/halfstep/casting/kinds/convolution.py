@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -78,10 +79,28 @@ def _as_given(t: Tensor, like: Tensor) -> Tensor:
     return t.contiguous()
 
 
+@functools.cache
+def sums_in_fp32(dtype: torch.dtype) -> bool:
+    """Whether torch's convolutions of a 16-bit dtype on this CPU sum a batch in fp32: one of 4,096 is tried.
+
+    oneDNN's do; where the processor has no instructions for the dtype, torch's own add image by image in 16
+    bits, and are slower than fp32.
+    """
+    image, weight = (torch.ones(n, 1, 1, dtype=dtype, device="cpu") for n in (4096, 1))
+    found = _aten.convolution_backward(
+        image, image, weight, None, (1,), (0,), (1,), False, (0,), 1, [False, True, False]
+    )
+    return found[1].item() == 4096
+
+
+def _widens(how: str, dtype: torch.dtype) -> bool:
+    return how.startswith("rounded") or not sums_in_fp32(dtype)
+
+
 def convolve(how: str, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry) -> Tensor:
     """The convolution, rounded once."""
     dtype, given = x.dtype, x
-    if how.startswith("rounded"):
+    if _widens(how, dtype):
         x, weight = x.to(F32), weight.to(F32)
         bias = None if bias is None else bias.to(F32)
     if how.endswith("channels_last"):
@@ -100,7 +119,7 @@ def convolve_backward(
     """
     x, weight = x if mask[1] else x.detach(), weight if mask[0] else weight.detach()
     dtype, given = x.dtype, x
-    if how.startswith("rounded"):
+    if _widens(how, dtype):
         grad, x, weight = grad.to(F32), x.to(F32), weight.to(F32)
     last = how.endswith("channels_last")
     if last:
