@@ -222,7 +222,7 @@ def write_folder(
         index = zlib.compress(json.dumps(shardfiles.summary(pieces)).encode())  # rank 0 gets many of them
         return file.name, {"sha256": digest, "bytes": count}, index
 
-    needed = sum(p.value.numel() * p.value.element_size() for p in pieces.values())
+    needed = sum(piece.bytes for piece in pieces.values())
     everyone = gather_on_first(_attempted(part, path, needed), group)
     wrong = next((told for _, told in everyone if told), None)
     if first and not wrong:
@@ -376,7 +376,7 @@ class Background:
             apart = ranks is not None
             self._group = dist.new_group(ranks, backend="gloo", use_local_synchronization=apart)
             self._made_for = group, dist.group.WORLD
-        copies = {n: replace(p, value=p.value.to("cpu", copy=True)) for n, p in contents.pieces.items()}
+        copies = {n: replace(p, value=p.on_host(), widen=None) for n, p in contents.pieces.items()}
         own = self._group if world_size(group) > 1 else group
         pool = ThreadPoolExecutor(1, "halfstep saves")
         copied = replace(contents, pieces=copies)

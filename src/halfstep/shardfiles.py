@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import itertools
 import json
 import math
 import os
 import stat
 import struct
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from io import BufferedReader
@@ -46,17 +47,55 @@ _LARGEST_HEADER = 100_000_000
 
 @dataclass(frozen=True)
 class Piece:
-    """A contiguous box of a tensor: its values, where it begins and the shape of the whole."""
+    """A contiguous box of a tensor: its values, where it begins and the shape of the whole.
+
+    What `widen` gives for an index (some rows, or all by an ellipsis) are its fp32 values there, made when
+    they are read; `value` then only has its shape.
+    """
 
     value: Tensor
     offsets: tuple[int, ...]
     whole: tuple[int, ...]
+    widen: Callable[[Any], Tensor] | None = None
 
     @classmethod
     def of(cls, value: Tensor) -> Piece:
         """A tensor as one piece."""
         shape = tuple(value.shape)
         return cls(value.detach(), (0,) * len(shape), shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the values."""
+        return self.value.dtype if self.widen is None else torch.float32
+
+    @property
+    def bytes(self) -> int:
+        """How many bytes the values take."""
+        return self.value.numel() * self.dtype.itemsize
+
+    def parts(self) -> Iterator[tuple[int, Tensor]]:
+        """The values, rows of a bounded size at a time, with the number of the first row."""
+        shape, read = self.value.shape, self.value.detach().__getitem__ if self.widen is None else self.widen
+        if not shape:
+            yield 0, read(...)
+            return
+        rows = max(1, AT_ONCE * shape[0] // max(1, self.bytes))
+        for start in range(0, shape[0], rows):
+            yield start, read(slice(start, start + rows))
+
+    def on_host(self) -> Tensor:
+        """A copy of the values on the host."""
+        if self.widen is None:
+            return self.value.to("cpu", copy=True)
+        out = torch.empty(self.value.shape, dtype=self.dtype, device="cpu")
+        for start, part in self.parts():
+            (out[start : start + len(part)] if part.dim() else out).copy_(part)
+        return out
+
+
+AT_ONCE = 1 << 24
+"""Bytes that are brought to the host, hashed and written at once."""
 
 
 @dataclass(frozen=True)
@@ -77,17 +116,18 @@ class StoredPiece:
         end = [b - o for b, o in zip(high, self.offsets)] or [1]
         columns = self.shape[1:]
         row = math.prod(columns) * self.dtype.itemsize
-        data = bytearray((end[0] - begin[0]) * row)
-        if not data:
+        size = (end[0] - begin[0]) * row
+        if not size:
             return torch.empty(self.shape, dtype=self.dtype, device="cpu")
+        data = torch.empty(size, dtype=torch.uint8, device="cpu")
         try:
             file.seek(self.start + begin[0] * row)
-            got = cast(Any, file).readinto(data)
+            got = cast(Any, file).readinto(memoryview(cast(Any, data.numpy())))
         except OSError as error:
             raise CheckpointError(f"cannot read {file.name}: {error}") from error
-        if got != len(data):
+        if got != size:
             raise CheckpointError(f"{file.name} is cut short: a tensor of it is missing bytes")
-        rows = torch.frombuffer(data, dtype=self.dtype).reshape(-1, *columns)
+        rows = data.view(self.dtype).reshape(-1, *columns)
         values = rows[(slice(None), *map(slice, begin[1:], end[1:]))]
         return values if self.shape else values[0]
 
@@ -107,22 +147,23 @@ def write(path: Path, pieces: Mapping[str, Piece], about: Mapping[str, Any]) -> 
     }
     at = 0
     for name, piece in pieces.items():
-        size = piece.value.numel() * piece.value.element_size()
-        kind = _NAMES.get(piece.value.dtype)
+        size = piece.bytes
+        kind = _NAMES.get(piece.dtype)
         if name == "__metadata__":
             raise CheckpointError(
                 "a tensor named '__metadata__' would hide what a safetensors file says of itself"
             )
         if kind is None:
-            raise CheckpointError(f"{name!r} is {piece.value.dtype}, which safetensors files cannot hold")
+            raise CheckpointError(f"{name!r} is {piece.dtype}, which safetensors files cannot hold")
         shape = list(piece.value.shape)
         header[name] = {"dtype": kind, "shape": shape, "data_offsets": [at, at + size]}
         at += size
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     digest, count = hashlib.sha256(), 0
+    values = (_bytes(part) for piece in pieces.values() for _, part in piece.parts())
     with open(path, "wb") as file:
-        for chunk in (struct.pack("<Q", len(text)), text, *(_bytes(p.value) for p in pieces.values())):
+        for chunk in itertools.chain((struct.pack("<Q", len(text)), text), values):
             digest.update(chunk)
             count += file.write(chunk)
         file.flush()
@@ -136,7 +177,6 @@ def _bytes(value: Tensor) -> Any:
 
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_AT_ONCE = 1 << 20
 
 
 def position_sum(piece: Piece) -> int:
@@ -144,16 +184,14 @@ def position_sum(piece: Piece) -> int:
 
     It is the sum of all bit patterns, each times an odd number that says where in the whole the element is.
     """
-    value, total = piece.value.detach(), 0
-    rows = max(1, _AT_ONCE * max(1, value.shape[0]) // max(1, value.numel())) if value.dim() else 1
-    for start in range(0, value.shape[0], rows) if value.dim() else (0,):
-        part = value[start : start + rows] if value.dim() else value
+    total = 0
+    for start, part in piece.parts():
         bits = part.contiguous().view(_INTEGERS[part.dtype.itemsize]).long()
-        place, stride = torch.zeros((), dtype=torch.int64, device=value.device), 1
-        for dim in reversed(range(value.dim())):
+        place, stride = torch.zeros((), dtype=torch.int64, device=part.device), 1
+        for dim in reversed(range(part.dim())):
             begin = piece.offsets[dim] + (start if dim == 0 else 0)
-            along = torch.arange(begin, begin + part.shape[dim], device=value.device) * stride
-            place = place + along.view(-1, *[1] * (value.dim() - dim - 1))
+            along = torch.arange(begin, begin + part.shape[dim], device=part.device) * stride
+            place = place + along.view(-1, *[1] * (part.dim() - dim - 1))
             stride *= piece.whole[dim]
         total += int((bits * (2 * place + 1)).sum())
     return total % (1 << 64)
@@ -231,7 +269,7 @@ Alike = tuple[str, Sequence[int], Sequence[str], Sequence[tuple[int, Sequence[in
 
 def summary(pieces: Mapping[str, Piece]) -> list[Any]:
     """What `joined` needs of a file's pieces, as JSON can hold it."""
-    return _summary((n, p.value.dtype, p.whole, p.offsets, p.value.shape) for n, p in pieces.items())
+    return _summary((n, p.dtype, p.whole, p.offsets, p.value.shape) for n, p in pieces.items())
 
 
 def _summary(pieces: Iterable[tuple[str, torch.dtype, Any, Any, Any]]) -> list[Any]:
@@ -306,12 +344,31 @@ class Index:
         """
         begin, size = self._box(name, offsets, shape)
         touching = self._pieces(name, begin, size)
-        out = torch.empty(size, dtype=DTYPES[self._entries[self._of[name][0]][0]], device="cpu")
+        if len(touching) == 1:  # all of it
+            number, _, low, high = touching[0]
+            file, stored, _ = self._file(number)
+            return stored[name].read(file, low, high).contiguous()
+        out = torch.empty(size, dtype=self.dtype(name), device="cpu")
         for number, _, low, high in touching:
             file, stored, _ = self._file(number)
             here = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, begin))
             out[here] = stored[name].read(file, low, high)
         return out
+
+    def parts(self, name: str, offsets: Sequence[int], shape: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
+        """A box, rows of a bounded size at a time, with the number of the first row; raises as `read`."""
+        if not shape:
+            yield 0, self.read(name, offsets, shape)
+            return
+        row = max(1, math.prod(shape[1:]) * self.dtype(name).itemsize)
+        rows = max(1, AT_ONCE // row)
+        for start in range(0, shape[0], rows):
+            count = min(rows, shape[0] - start)
+            yield start, self.read(name, (offsets[0] + start, *offsets[1:]), (count, *shape[1:]))
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Of a tensor."""
+        return DTYPES[self._entries[self._of[name][0]][0]]
 
     def check(
         self, name: str, offsets: Sequence[int] | None = None, shape: Sequence[int] | None = None
@@ -330,7 +387,7 @@ class Index:
         touching = (one for n in self._of[name] for one in self._touching(n, begin, size))
         # What several ranks wrote alike is read once: shards of a part of the mesh, say.
         pieces = [*{one[1]: one for one in touching}.values()]
-        dtype, covered = DTYPES[self._entries[self._of[name][0]][0]], 0
+        dtype, covered = self.dtype(name), 0
         for number, box, low, high in pieces:
             piece = self._file(number)[1].get(name)
             if piece is None or (piece.dtype, piece.offsets, piece.shape) != (dtype, *box):

@@ -15,6 +15,8 @@ from torch import nn
 import halfstep as hs
 from halfstep.checkpoint import checksum_of
 from halfstep.errors import CheckpointError
+from halfstep.session import saving
+from halfstep.shardfiles import StoredPiece
 
 VALUES = (None, True, -1, 1 << 40, 0.5, "x", [], [1], {}, {"x": 1}, {"tensor": "0.weight"}, float("nan"))
 
@@ -217,3 +219,33 @@ def test_an_optimizer_that_refuses_its_state_leaves_nothing_changed(tmp_path):
     with pytest.raises(CheckpointError, match="nothing was changed: not mine"):
         run[3].load(tmp_path / "a", schedulers=[run[2]])
     assert bits(run) == before
+
+
+@pytest.mark.parametrize("reads", [0, 5])
+def test_a_file_that_fails_the_second_time_leaves_a_run_half_loaded(tmp_path, monkeypatch, reads):
+    """What the first pass has seen may be gone in the second: it is said, and another load mends it."""
+    run = build()
+    train(run)
+    path = run[3].save(tmp_path / "a", schedulers=[run[2]])
+    saved = [p.detach().clone() for p in run[0].parameters()]
+    train(run)
+    read, first_pass, left = StoredPiece.read, saving._read, [1 << 30]
+
+    def failing(*given):
+        left[0] -= 1
+        if left[0] < 0:
+            raise CheckpointError("cut short")
+        return read(*given)
+
+    def passed(*given):
+        found = first_pass(*given)
+        left[0] = reads
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StoredPiece, "read", failing)
+        patch.setattr(saving, "_read", passed)
+        with pytest.raises(CheckpointError, match=r"half loaded: load again.*cut short"):
+            run[3].load(path, schedulers=[run[2]])
+    run[3].load(path, schedulers=[run[2]])
+    assert all(torch.equal(a, b) for a, b in zip(saved, run[0].parameters()))

@@ -6,6 +6,7 @@ from torch import nn
 
 import halfstep as hs
 from halfstep.errors import HalfstepError
+from halfstep.optim import split as masters
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 
@@ -91,3 +92,29 @@ def test_released_gradients_say_how_to_go_on_after_an_interrupt():
         with_gradients(amp)
     amp.step()
     assert with_gradients(amp).step().taken
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("at", [0, 3])
+def test_an_error_in_the_middle_leaves_the_model_as_it_was(monkeypatch, dtype, at):
+    """Memory that ends while weights are split: those that have no original any more get it back."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+    optimizer = hs.optim.AdamW(model.parameters())
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    split, left = masters.split, [at]
+
+    def full(*given):
+        left[0] -= 1
+        if left[0] < 0:
+            raise RuntimeError("out of memory")
+        return split(*given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(masters, "split", full)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            hs.prepare(model, optimizer, level="O2", dtype=dtype)
+    assert all(p.dtype == torch.float32 for p in model.parameters())
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    assert not optimizer.state
+    hs.prepare(model, optimizer, level="O2", dtype=dtype)

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Collection, Generator, Mapping, Set
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -123,12 +123,12 @@ class Conversion:
             for module in self.model.modules():
                 self._handles.append(module.register_load_state_dict_post_hook(hook))
 
-    def revert(self) -> None:
+    def revert(self, keeper: Keeper | None = None) -> None:
         """Give parameters and buffers their dtypes back and remove every cast; a second call does nothing.
 
         What still is its rounded original becomes that again, bit for bit (buffers always, weights while
-        `originals` are kept); what was trained is widened. Where there are `MasterWeights`, revert those
-        afterwards: they then hold the exact values.
+        `originals` are kept); what was trained is widened, or what `keeper` has for it. Where there are
+        `MasterWeights`, revert those afterwards: they then hold the exact values.
         """
         if not self._active:
             return
@@ -144,13 +144,10 @@ class Conversion:
         for holder, policy in self._policies:
             holder.mp_policy = policy
         for tensor, dtype in self._before:
-            low, wide = tensor.data, tensor.data.to(dtype)
-            original = self.originals.get(tensor, self.buffers.originals.get(tensor))
-            if original is not None and original.shape == low.shape:
-                original = original.to(low.device)  # the model may have been moved since
-                same = original.to(low.dtype) == low
-                wide = torch.where(same, original.to(wide), wide)
-            replace_data(tensor, wide)
+            exact = None if keeper is None else keeper.exact(tensor)
+            replace_data(tensor, self._wide(tensor, dtype) if exact is None else exact.to(dtype))
+            if keeper is not None and exact is not None:
+                keeper.take(tensor, exact)
         if model is not None:
             announce(model)
             for module in model.modules():
@@ -158,6 +155,14 @@ class Conversion:
         self.forget_originals()
         self._handles, self._before, self._active = [], [], False
         self.buffers = LowBuffers()
+
+    def _wide(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        low, wide = tensor.data, tensor.data.to(dtype)
+        original = self.originals.get(tensor, self.buffers.originals.get(tensor))
+        if original is None or original.shape != low.shape:
+            return wide
+        original = original.to(low.device)  # the model may have been moved since
+        return torch.where(original.to(low.dtype) == low, original.to(wide), wide)
 
     @contextmanager
     def suspended(self) -> Generator[None]:
@@ -187,6 +192,18 @@ class Conversion:
                 store[key] = tensor
             refresh_flat(modules)
             self._power.on = was_on
+
+
+class Keeper(Protocol):
+    """Takes over the fp32 values of weights as they are rounded, one by one: no model is there twice."""
+
+    def take(self, parameter: Tensor, value: Tensor) -> bool:
+        """Keep the value of a parameter, which has its new dtype; false where it cannot be given back."""
+        ...
+
+    def exact(self, parameter: Tensor) -> Tensor | None:
+        """What it keeps for a parameter, in fp32; None for nothing."""
+        ...
 
 
 def convert(
@@ -224,29 +241,9 @@ def convert(
         PlanError: a rule that matches nothing, or a tied weight whose modules want different dtypes.
         UnsupportedError: lazy parameters without a shape, a dtype this device cannot compute in.
     """
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"convert takes a torch.nn.Module, not {type(model).__name__}")
-    if plan is not None and not isinstance(plan, Plan):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ConfigError(f"got {type(plan).__name__} as a plan: Plan.from_toml(text) makes one")
-    inner = unwrap(model)
-    level, low = _read(plan_or_level, dtype, inner)
-    base = plan_or_level if isinstance(plan_or_level, Plan) else Plan.for_level(cast(Level, level), low)
-    rules = base + (plan or Plan.empty())
-    changes = bool(plan) or level is None or level.param_role != "full"
-    _check_model(inner, any(rule.dtype is not None for rule in rules.rules), changes)
-    resolved = rules.resolve(inner)
-    shown = f"{level.name} in {dtype_name(low)}" if level else f"a plan of {len(rules)} rules"
-    record = Conversion(inner, shown)
-    keep = keep_originals if isinstance(keep_originals, bool) else level is not None and level.masters
-    held = keep_originals if isinstance(keep_originals, Collection) else ()
-    job = _Casting(record, resolved, low, level, keep, {*held}, keep_shards)
-    with ExitStack() as stack:
-        for listen in around:
-            stack.enter_context(listen(inner))
-        job.run()
-    if record._before or record._handles:
-        _CONVERTED.update(dict.fromkeys(inner.modules(), shown))
-    return record
+    return Casting.of(
+        model, plan_or_level, dtype, plan=plan, keep_originals=keep_originals, keep_shards=keep_shards
+    ).run()
 
 
 def _read(
@@ -297,8 +294,11 @@ def _check_model(model: nn.Module, stores: bool, changes: bool) -> None:
 
 
 @dataclass
-class _Casting:
-    """One conversion under way: the record being written, the model's resolved rules, what is kept."""
+class Casting:
+    """One conversion, decided and checked: the record to write, the model's resolved rules, what is kept.
+
+    `keeper` takes over what would be kept as an original.
+    """
 
     record: Conversion
     resolved: Mapping[str, PlanRule]
@@ -307,21 +307,64 @@ class _Casting:
     keep: bool
     held: Set[Tensor]  # parameters whose fp32 values are kept even where they are frozen
     keep_shards: bool
+    stores: bool
+    edits: bool
+    keeper: Keeper | None = None
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        plan_or_level: Plan | Level | str,
+        dtype: str | torch.dtype | None = None,
+        *,
+        plan: Plan | None = None,
+        keep_originals: bool | Collection[Tensor] | None = None,
+        keep_shards: bool = False,
+    ) -> Casting:
+        """Check the arguments, as `convert` has them, and decide what becomes what; changes nothing."""
+        if not isinstance(model, nn.Module):
+            raise ConfigError(f"convert takes a torch.nn.Module, not {type(model).__name__}")
+        if plan is not None and not isinstance(plan, Plan):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ConfigError(f"got {type(plan).__name__} as a plan: Plan.from_toml(text) makes one")
+        inner = unwrap(model)
+        level, low = _read(plan_or_level, dtype, inner)
+        base = plan_or_level if isinstance(plan_or_level, Plan) else Plan.for_level(cast(Level, level), low)
+        rules = base + (plan or Plan.empty())
+        edits = bool(plan) or level is None or level.param_role != "full"
+        stores = any(rule.dtype is not None for rule in rules.rules)
+        _check_model(inner, stores, edits)
+        shown = f"{level.name} in {dtype_name(low)}" if level else f"a plan of {len(rules)} rules"
+        keep = keep_originals if isinstance(keep_originals, bool) else level is not None and level.masters
+        held = {*keep_originals} if isinstance(keep_originals, Collection) else set[Tensor]()
+        record = Conversion(inner, shown)
+        return cls(record, rules.resolve(inner), low, level, keep, held, keep_shards, stores, edits)
 
     def __post_init__(self) -> None:
         self.model = self.record.model
         self.changes: list[Change] = []
         self.paths = dict(self.model.named_modules())
         self.names = fqns(self.paths)
+        self.wanted = self._wanted()
 
-    def run(self) -> None:
-        """Decide everything first, so that an error leaves the model as it was; then change it."""
-        wanted = self._wanted()
-        self._cast_tensors(wanted)
-        self.record.buffers.watch(self.names, self.paths)
-        for path, module in self.paths.items():
-            self._edges(path, module)
-        self.record.changes = tuple(self.changes)
+    def run(self) -> Conversion:
+        """Change the model; returns the record, which also takes back a part of it."""
+        _check_model(self.model, self.stores, self.edits)  # a model inside of another one, converted since
+        with ExitStack() as stack:
+            for listen in around:
+                stack.enter_context(listen(self.model))
+            self._cast_tensors(self.wanted)
+            self.record.buffers.watch(self.names, self.paths)
+            for path, module in self.paths.items():
+                self._edges(path, module)
+            self.record.changes = tuple(self.changes)
+        if self.record._before or self.record._handles:
+            _CONVERTED.update(dict.fromkeys(self.model.modules(), self.record.what))
+        return self.record
+
+    def leaves(self, tensor: Tensor) -> bool:
+        """Whether a tensor stays as it is, a shard that is a master."""
+        return self.keep_shards and is_shard(tensor)
 
     def _note(
         self, path: str, what: str, before: torch.dtype | None, after: torch.dtype | None, why: str
@@ -358,21 +401,31 @@ class _Casting:
         check_groups(self.model, wanted, self.low, self.keep_shards)
         if self.keep_shards:
             self.record._policies = gather_in(self.model, wanted)
-            wanted = {key: pair for key, pair in wanted.items() if not is_shard(pair[0])}
+            wanted = {key: pair for key, pair in wanted.items() if not self.leaves(pair[0])}
         changing = [(tensor, dtype) for tensor, dtype in wanted.values() if tensor.dtype != dtype]
-        for tensor, _ in changing:
-            self.record._before.append((tensor, tensor.dtype))
-            if not isinstance(tensor, nn.Parameter):
-                self.record.buffers.originals[tensor] = tensor.data
-            elif self.keep and (tensor.requires_grad or tensor in self.held) and not tensor.is_meta:
-                self.record.originals[tensor] = tensor.data
         for tensor, data in cast_together(changing):
-            replace_data(tensor, data)
+            self._cast_one(tensor, data)
         if any(is_shard(tensor) for tensor, _ in changing):
             announce(self.model)
         for module in self.paths.values():
             if isinstance(module, nn.RNNBase):
                 module.flatten_parameters()
+
+    def _cast_one(self, tensor: Tensor, data: Tensor) -> None:
+        original, record = tensor.data, self.record
+        record._before.append((tensor, tensor.dtype))
+        replace_data(tensor, data)
+        if not isinstance(tensor, nn.Parameter):
+            record.buffers.originals[tensor] = original
+        elif self.keep and (tensor.requires_grad or tensor in self.held) and not tensor.is_meta:
+            try:
+                if self.keeper is None or not self.keeper.take(tensor, original):
+                    record.originals[tensor] = original
+            except BaseException:
+                replace_data(tensor, original)
+                cast(Keeper, self.keeper).take(tensor, original)
+                record._before.pop()
+                raise
 
     def _edges(self, path: str, module: nn.Module) -> None:
         """Hang on a module what its rule asks for: a dtype to compute in, edits of ops, casts."""

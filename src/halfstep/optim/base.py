@@ -7,6 +7,7 @@ and the kernels. Each optimizer is a subclass that gives an algorithm and its ar
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AnySet
+from functools import partial
 from operator import itemgetter
 from typing import Any, ClassVar, TypedDict, Unpack, cast
 
@@ -389,12 +390,12 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
     def _settle(self, p: Tensor, group: Group, place: Place, value: Tensor | None) -> None:
         """Complete the entry of one parameter; `value` (of this rank's part) sets its master and weight.
 
-        A frozen weight gets its master alone before it trains.
+        With it, and where the weight is frozen, an entry without moments gets none.
         """
         arguments.check_storage(group)
         weight, known = storage.local_tensor(local_of(p)), cast("Group", self.state.get(p, {}))
         algorithm, kind, state_kind = self._formats(weight, group)
-        trains = p.requires_grad or any(key not in storage.MASTER_KEYS for key in known)
+        trains = (p.requires_grad and value is None) or any(key not in storage.MASTER_KEYS for key in known)
         entry = self.state.setdefault(p, {})
         with torch.inference_mode(False), torch.no_grad(), shards.local_entry(entry, p) as own:
             if trains:
@@ -421,7 +422,12 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
         """
         for p, group, place in self._places():
             if p in values:
-                self._settle(p, group, place, local_of(values[p]).detach())
+                self._seed(p, group, place, values[p])
+
+    def _seed(self, p: Tensor, group: Group, place: Place, value: Tensor) -> bool:
+        """`seed_masters` of one parameter; whether its master gives the value back as it was."""
+        self._settle(p, group, place, local_of(value).detach())
+        return group["master"] in ("exact", "fp32")
 
     @torch.no_grad()
     def masters(self, only: AnySet[Tensor] | None = None) -> dict[Tensor, Tensor]:
@@ -436,15 +442,34 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
         raise ConfigError(f"a tensor of shape {list(p.shape)} is not a parameter of this optimizer")
 
     def _master(self, p: Tensor, group: Group) -> Tensor:
+        kept = self._kept(p, group)
+        if kept is not None:
+            return kept
+        return shards.as_shard("master", local_of(p).detach().to(torch.float32, copy=True), p)
+
+    @torch.no_grad()
+    def _kept(self, p: Tensor, group: Group) -> Tensor | None:
+        """The fp32 value of a weight in a new tensor, where it has a master."""
+        value = self._rows_kept(p, group, ...)
+        return None if value is None else shards.as_shard("master", value, p)
+
+    def _readers(self) -> dict[Tensor, Callable[[Any], Tensor]]:
+        """By parameter, what gives the exact fp32 value of some rows (a slice) of this rank's part."""
+        return {p: partial(self._rows, p, group) for p, group, _ in self._places()}
+
+    @torch.no_grad()
+    def _rows(self, p: Tensor, group: Group, index: Any) -> Tensor:
+        value = self._rows_kept(p, group, index)
+        return local_of(p).detach()[index].to(torch.float32) if value is None else value
+
+    def _rows_kept(self, p: Tensor, group: Group, index: Any) -> Tensor | None:
         weight, entry = local_of(p).detach(), cast("Group", self.state.get(p, {}))
         kind = arguments.kind_of(weight.dtype, group["master"])
-        value = None
-        if kind in (*storage.EXACT, *storage.WITH_MASTER):
-            own = {key: shards.cut(key, entry[key], p) for key in storage.MASTER_KEYS if key in entry}
-            value = entries.known_value(own, weight)
-        if value is None:
-            value = weight.to(torch.float32, copy=True)
-        return shards.as_shard("master", value, p)
+        if kind not in (*storage.EXACT, *storage.WITH_MASTER):
+            return None
+        own = {key: shards.cut(key, entry[key], p) for key in storage.MASTER_KEYS if key in entry}
+        fitting = {key: t[index] for key, t in own.items() if getattr(t, "shape", None) == weight.shape}
+        return entries.known_value(fitting, weight[index])
 
     def _awaits(self, p: Tensor) -> bool:
         """Whether a state that came before the value of `p` brought the low-order bits of that one."""
@@ -463,7 +488,6 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
 
     def state_dict(self) -> Group:
         """torch's state dict; each entry also says which 16-bit weight its lacking bits belong to.
-
         Where gradients are released, the first group holds what the next backward clips by.
         """
         self._take_edits()
@@ -480,6 +504,13 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
         own = {n: checkpoints.pack(saved[n], p) for n, p in enumerate(parameters_of(self)) if n in saved}
         packed["state"] = {**own, **{key: value for key, value in saved.items() if key not in own}}
         return packed
+
+    @torch.no_grad()
+    def _load_entry(self, p: Tensor, group: Group, place: Place, saved: Mapping[str, Any]) -> None:
+        """The entry of one parameter from a saved one without masters, of this rank's tensors."""
+        weight, name = local_of(p), arguments.name_of(group, place)
+        own, _ = checkpoints.restore(name, saved, weight, self._formats(weight, group))
+        shards.show(own, self.state.setdefault(p, {}), p)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Group) -> None:

@@ -218,12 +218,12 @@ def _of_one_weight(own: Tensor, value: Tensor) -> bool:
 
 
 def read(
-    optimizer: OnePassOptimizer, state_dict: Mapping[str, Any]
+    optimizer: OnePassOptimizer, state_dict: Mapping[str, Any], dry: bool = False
 ) -> tuple[list[Group], dict[Tensor, tuple[Group, Tensor | None]]]:
     """What the optimizer shall hold after it loads `state_dict`; CheckpointError where that does not fit.
 
     The options of each group, and for each parameter this rank's state and, where a master says so, its part
-    of the weight.
+    of the weight. A `dry` reading checks a state without masters, of this rank's tensors or ones on meta.
     """
     saved_groups = state_dict["param_groups"]
     sources = match_groups(optimizer.param_groups, saved_groups)
@@ -235,10 +235,15 @@ def read(
         keeps = any(key in optimizer.state.get(p, {}) for key in storage.MASTER_KEYS)
         if saved is None and (p.requires_grad or not keeps):  # a frozen one has no state but its master
             continue
-        weight, own = local_of(p), {key: shards.cut(key, value, p) for key, value in (saved or {}).items()}
-        present = partial(optimizer.master_of, p) if keeps else None
+        weight, given = local_of(p), saved or {}
+        if dry:
+            own = {k: v.to("meta") if isinstance(v, Tensor) and v.dim() else v for k, v in given.items()}
+        else:
+            own = {key: shards.cut(key, value, p) for key, value in given.items()}
+        present = partial(optimizer.master_of, p) if keeps and not dry else None
         name, formats = arguments.name_of(group, place), optimizer._formats(weight, group)
-        found[p] = restore(name, own, weight, formats, present)
+        like = torch.empty_like(weight, device="meta") if dry else weight
+        found[p] = restore(name, own, like, formats, present)
     return [{k: v for k, v in group.items() if k != "params"} for group in groups], found
 
 

@@ -170,10 +170,9 @@ def settle_master(entry: Entry, p: Tensor, kind: int, value: Tensor | None) -> N
         if kind in storage.EXACT:
             split.split(wide, p, entry["lacking"])
             return
-        kept = storage.stored_weight(kind, storage.flat(wide), p.dtype, None)[0]
-        targets: list[Tensor] = [p, *([entry[wanted]] if wanted else [])]
-        for target, part in zip(targets, kept):
-            storage.flat(target).copy_(part)
+        for part, *targets in split.parts(wide, p, *([entry["master"]] if wanted else [])):
+            for target, kept in zip(targets, storage.stored_weight(kind, part, p.dtype, None)[0]):
+                target.copy_(kept)
 
 
 def _fits_master(given: Any, wanted: str, p: Tensor) -> bool:
@@ -189,7 +188,10 @@ def known_value(entry: Mapping[str, Any], p: Tensor) -> Tensor | None:
     master, lacking = entry.get("master"), entry.get("lacking")
     if isinstance(master, Tensor) and master.shape == p.shape and master.is_floating_point():
         wide = torch.empty_like(p, dtype=torch.float32).copy_(master)
-        return storage.read_weight(arguments.kind_of(p.dtype, "fp32"), p.detach(), wide)
+        kind = arguments.kind_of(p.dtype, "fp32")
+        for low, part in split.parts(p, wide):
+            part.copy_(storage.read_weight(kind, low, part))
+        return wide
     if isinstance(lacking, Tensor) and lacking.shape == p.shape and lacking.dtype == torch.int16:
         return split.join(p.detach(), lacking.to(p.device))
     return None

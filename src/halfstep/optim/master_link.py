@@ -426,7 +426,7 @@ class Link(HasMasters):
         """Add the masters by name."""
         self.sync()
         masters = list(self.pairs.values())
-        named = dict(zip(self.names(), (m.detach().clone() for m in masters)))
+        named = dict(zip(self.names(), (m.detach() for m in masters)))  # the tensors, as torch's states
         known = {id(p): place for place, p in enumerate(parameters_of(optimizer))}
         places = [known[id(master)] for master in masters if id(master) in known]
         return {**state, checkpoints.MASTERS: named, checkpoints.PLACES: places}

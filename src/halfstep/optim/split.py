@@ -29,7 +29,7 @@ def describe_weight(half: Tensor, whole: bool) -> dict[str, int]:
 
     Numbers only: torch's own optimizers take a string apart on the way through.
     """
-    total = sum(int(part.view(torch.int16).sum()) for (part,) in _parts(half)) if whole else UNSUMMED
+    total = sum(int(part.view(torch.int16).sum()) for (part,) in parts(half)) if whole else UNSUMMED
     return {"format": L.BF16 if half.dtype == torch.bfloat16 else L.FP16, "sum": total}
 
 
@@ -47,7 +47,7 @@ def split(values: Tensor, half: Tensor, lacking: Tensor) -> Tensor | None:
     Returns whether a value was too large (0-d, bool) for fp16, and None for bf16, which holds them all.
     """
     over = None
-    for x, high, low in _parts(values, half, lacking):
+    for x, high, low in parts(values, half, lacking):
         if high.dtype == torch.bfloat16:
             split_bf16(x, high, low)
             continue
@@ -66,7 +66,7 @@ def join(half: Tensor, lacking: Tensor, out: Tensor | None = None) -> Tensor:
     They are written into `out`, or a new tensor laid out as `half`. As `split`, in bounded parts.
     """
     out = torch.empty_like(half, dtype=torch.float32) if out is None else out
-    for high, low, values in _parts(half, lacking, out):
+    for high, low, values in parts(half, lacking, out):
         if high.dtype == torch.bfloat16:
             join_bf16(high, low, values)
         else:
@@ -74,7 +74,7 @@ def join(half: Tensor, lacking: Tensor, out: Tensor | None = None) -> Tensor:
     return out
 
 
-def _parts(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+def parts(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """The elements of tensors of one shape, a bounded number at a time; all at once where they lie apart."""
     first, size = tensors[0], tensors[0].numel()
     values = tuple(t.detach() for t in tensors)
@@ -88,7 +88,7 @@ def _parts(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
         yield tuple(t[start : start + most] for t in flat)
 
 
-_AT_ONCE = 1 << 24
+_AT_ONCE = 1 << 20
 _AT_ONCE_ON_CPU = 1 << 17
 """Elements; their temporaries stay in a cache of the second level."""
 

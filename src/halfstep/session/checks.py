@@ -9,6 +9,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -131,19 +132,23 @@ def check_expanded(models: Sequence[nn.Module], optimizers: Sequence[torch.optim
 
 
 def check_sharing(
-    models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], masters: bool
+    models: Sequence[nn.Module],
+    optimizers: Sequence[torch.optim.Optimizer],
+    masters: bool,
+    becomes: Mapping[Tensor, torch.dtype] = MappingProxyType({}),
 ) -> None:
     """Raise ConfigError where two optimizers would each keep an fp32 master of one 16-bit weight.
 
-    `masters`: torch's optimizers have them. An update of one optimizer moves its own master, which the other
-    takes for the weight only where it changes the 16 bits.
+    `masters`: torch's optimizers have them; `becomes`: the dtypes that weights will have. An update of one
+    optimizer moves its own master, which the other takes for the weight only where it changes the 16 bits.
     """
     holders: dict[Tensor, str] = {}
     for index, optimizer in enumerate(optimizers if len(optimizers) > 1 else ()):
         own, mine = isinstance(optimizer, HasMasters), f"optimizer {index} ({type(optimizer).__name__})"
         for group in optimizer.param_groups:
             keeps = group["master"] in ("exact", "fp32") if own else masters
-            low = (w for w in map(weight_of, group["params"]) if w.dtype in LOW_DTYPES and w.requires_grad)
+            trains = (w for w in map(weight_of, group["params"]) if w.requires_grad)
+            low = (w for w in trains if becomes.get(w, w.dtype) in LOW_DTYPES)
             for weight in low if keeps else ():
                 if (other := holders.setdefault(weight, mine)) != mine:
                     raise ConfigError(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, cast
@@ -69,13 +69,14 @@ class _Writing(DefaultSavePlanner):
         return self.plan
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        return self._pieces[write_item.index.fqn].value
+        piece = self._pieces[write_item.index.fqn]
+        return piece.value if piece.widen is None else piece.on_host()
 
 
 def _item(name: str, piece: Piece) -> WriteItem:
     offsets, whole = torch.Size(piece.offsets), torch.Size(piece.whole)
     chunk = ChunkStorageMetadata(offsets, piece.value.shape)
-    data = TensorWriteData(chunk, TensorProperties(piece.value.dtype), whole)
+    data = TensorWriteData(chunk, TensorProperties(piece.dtype), whole)
     return WriteItem(MetadataIndex(name, offsets), WriteItemType.SHARD, tensor_data=data)
 
 
@@ -133,6 +134,14 @@ class Found:
     def read(self, name: str, *box: Sequence[int]) -> Tensor:
         """The box of a tensor that was chosen."""
         return self.values[name]
+
+    def parts(self, name: str, *box: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
+        """The same, as the number of its first row and all of them."""
+        yield 0, self.values[name]
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Of a tensor that was read."""
+        return self.values[name].dtype
 
     def check(self, name: str, *box: Sequence[int]) -> None:
         """Raise KeyError where the tensor was not read."""

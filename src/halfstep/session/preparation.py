@@ -16,8 +16,9 @@ from torch.utils.hooks import RemovableHandle
 from halfstep.convert.conversion import Conversion
 from halfstep.convert.layout import Relayout
 from halfstep.errors import ConfigError
+from halfstep.optim.base import OnePassOptimizer
 from halfstep.optim.loading import HasMasters
-from halfstep.optim.master_link import Master, narrow_state
+from halfstep.optim.master_link import Link, Master, narrow_state
 from halfstep.optim.masters import MasterWeights, holder_of, holders_of
 from halfstep.session.precision import Precision
 
@@ -66,12 +67,13 @@ class Preparation:
 
     def revert(self) -> None:
         """Give fp32 weights back, exact where there are masters, and optimizers as they were."""
-        holders = holders_of(self.optimizers) if self.precision.stores_low else []  # hs.optim's at O3 too
-        exact = [(holder, holder.masters()) for holder in holders]
+        low = self.precision.stores_low
+        links = [one for one in holders_of(self.optimizers) if isinstance(one, Link)] if low else []
+        exact = [(link, link.masters()) for link in links]
         for conversion in self.conversions:
-            conversion.revert()
-        for holder, values in exact:
-            holder.seed_masters(values)
+            conversion.revert(OwnMasters(self.optimizers if low else ()))
+        for link, values in exact:
+            link.seed_masters(values)
         for masters in self.masters.values():
             masters.revert()
         if self.conversions:
@@ -79,6 +81,31 @@ class Preparation:
         self.layout.revert()
         self.conversions, self.masters, self.reverted = [], {}, True
         self.remove_hooks()
+
+
+class OwnMasters:
+    """What the optimizers of `halfstep.optim` know of their weights, given and taken one by one."""
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self._places: dict[Tensor, list[tuple[OnePassOptimizer, Any, Any]]] = {}
+        for optimizer in (o for o in optimizers if isinstance(o, OnePassOptimizer)):
+            for p, group, place in optimizer._places():
+                self._places.setdefault(p, []).append((optimizer, group, place))
+
+    def take(self, parameter: Tensor, value: Tensor) -> bool:
+        """Set the masters of a weight; whether one of them gives it back as it was."""
+        places = self._places.get(parameter, ())
+        given = [one._seed(parameter, group, place, value) for one, group, place in places]
+        return any(given)
+
+    def knows(self, parameter: Tensor) -> bool:
+        """Whether one of the optimizers updates it."""
+        return parameter in self._places
+
+    def exact(self, parameter: Tensor) -> Tensor | None:
+        """The fp32 value of a weight, in a new tensor; None where no master is kept."""
+        found = (one._kept(parameter, group) for one, group, _ in self._places.get(parameter, ()))
+        return next((value for value in found if value is not None), None)
 
 
 def fit_states(precision: Precision, optimizers: Sequence[torch.optim.Optimizer]) -> None:

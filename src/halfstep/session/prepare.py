@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from halfstep import devices
 from halfstep.casting.kernel_choice import Kernels, table_of
-from halfstep.convert.conversion import Conversion, convert
+from halfstep.convert.conversion import Casting, Conversion
 from halfstep.convert.layout import Relayout, check_layout
 from halfstep.errors import ConfigError, HalfstepWarning, PlanError, show
 from halfstep.formats import dtype_name, parse_dtype
@@ -31,7 +31,7 @@ from halfstep.policy.policy import Policy
 from halfstep.scaling.loss_scale import LossScale
 from halfstep.session.checks import check_expanded, check_parameters, check_sharing, skips_of
 from halfstep.session.precision import Precision, lower
-from halfstep.session.preparation import MastersByNumber, fit_states
+from halfstep.session.preparation import MastersByNumber, OwnMasters, fit_states
 from halfstep.session.ranks import check_groups
 from halfstep.session.session import Models, Optimizers, Session
 from halfstep.trees import compute_device, parameters_of
@@ -117,22 +117,25 @@ def apply_precision(
 ) -> None:
     """Convert the models; give fp32 masters to the optimizers of a level that has them."""
     level, compute, plan = precision.level, precision.policy.compute_dtype, precision.plan
-    held = {p for o in optimizers for p in parameters_of(o)}
+    held, jobs = {p for o in optimizers for p in parameters_of(o)}, list[Casting]()
+    torchs = {p for o in optimizers if not isinstance(o, HasMasters) for p in parameters_of(o)}
     for model in models:
-        torchs = {p for o in optimizers if not isinstance(o, HasMasters) for p in parameters_of(o)}
         own = precision.masters and not torchs.isdisjoint(model.parameters())  # fp32 shards are masters then
-        conversions += [convert(model, level, compute, plan=plan, keep_originals=held, keep_shards=own)]
-    check_sharing(models, optimizers, precision.masters)
+        jobs.append(Casting.of(model, level, compute, plan=plan, keep_originals=held, keep_shards=own))
+    becomes = {t: dtype for job in jobs for t, dtype in job.wanted.values() if not job.leaves(t)}
+    check_sharing(models, optimizers, precision.masters, becomes)
+    for job in jobs:
+        job.keeper = OwnMasters(optimizers)
+        conversions.append(job.record)
+        job.run()
     originals = {p: value for c in conversions for p, value in c.originals.items()}
     for index, optimizer in enumerate(optimizers if precision.masters else ()):
-        if isinstance(optimizer, HasMasters):
-            optimizer.seed_masters(originals)
-        else:
+        if not isinstance(optimizer, HasMasters):
             masters[index] = MasterWeights(optimizer, list(models), initial=originals)
     fit_states(precision, optimizers)
     for optimizer in optimizers:
         if isinstance(optimizer, HasMasters):
-            optimizer.init_states()
+            optimizer.init_states()  # torch.distributed.checkpoint loads what is there
 
 
 def warn_of_lost_masters(precision: Precision, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -340,7 +343,9 @@ def prepare(
             max_skips=max_skips, on_nonfinite=on_nonfinite, norm_group=norm_group, group=group,
         )  # fmt: skip
     except Exception:
-        for one in (*conversions, *masters.values(), relayout):  # originals are still there
+        for conversion in conversions:
+            conversion.revert(OwnMasters(optimizers))
+        for one in (*masters.values(), relayout):
             one.revert()
         raise
     for conversion in conversions:

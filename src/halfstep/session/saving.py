@@ -15,7 +15,7 @@ import sys
 import warnings
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -26,15 +26,21 @@ from torch import Tensor
 from halfstep import checkpoint, rng, shardfiles
 from halfstep.distributed import gather, local_of, rank, world_size
 from halfstep.distributed.reduce import Group
-from halfstep.errors import CheckpointError, HalfstepError, HalfstepWarning, UnsupportedError
+from halfstep.errors import CheckpointError, ConfigError, HalfstepError, HalfstepWarning, UnsupportedError
 from halfstep.names import fqns
+from halfstep.optim import storage
+from halfstep.optim.base import OnePassOptimizer
 from halfstep.optim.checkpoints import KEPT
-from halfstep.optim.masters import holder_of, holders_of, weight_of
+from halfstep.optim.checkpoints import read as read_state
+from halfstep.optim.loading import HasMasters, warn_of_zero_moments
+from halfstep.optim.masters import holders_of, weight_of
 from halfstep.optim.shards import as_shard
+from halfstep.optim.shards import cut as cut_state
 from halfstep.session.checks import holds_values
+from halfstep.session.preparation import OwnMasters
 from halfstep.session.steppers import weights_of
 from halfstep.shardfiles import Piece
-from halfstep.torch_private import is_one_box, place_of_shard
+from halfstep.torch_private import is_one_box, load_hooks, place_of_shard
 from halfstep.trees import parameters_of
 
 if TYPE_CHECKING:
@@ -60,10 +66,16 @@ class Loaded:
 # ---- what there is to save ------------------------------------------------------------------------------
 
 
-def _masters(session: Session) -> dict[int, Tensor]:
-    """The fp32 value of every weight that an optimizer keeps one of, by the weight's id."""
-    holders = holders_of(session.optimizers)
-    return {id(p): value for holder in holders for p, value in holder.masters().items()}
+def _masters(session: Session) -> dict[int, Tensor | Callable[[Any], Tensor]]:
+    """The fp32 value of every weight that an optimizer keeps one of, by the weight's id.
+
+    Of an optimizer of `halfstep.optim` it is what gives those of some rows of this rank's part.
+    """
+    found: dict[int, Any] = {}
+    for holder in holders_of(session.optimizers):
+        own = isinstance(holder, OnePassOptimizer)
+        found |= {id(p): value for p, value in (holder._readers() if own else holder.masters()).items()}
+    return found
 
 
 def _tensors(session: Session) -> Iterator[tuple[str, Tensor, Tensor | None]]:
@@ -204,11 +216,12 @@ def _contents(session: Session, schedulers: Sequence[Any], position: Any, extra:
     masters = _masters(session)
     for number, (name, value, p) in enumerate(_tensors(session)):
         shardfiles.check_layout(name, value)
-        t = masters.get(id(p), value.detach())
+        master = masters.get(id(p), value.detach())
+        t = master if isinstance(master, Tensor) else cast(Tensor, p).detach()
         # Buffers may differ over ranks (batch norm): rank 0's, which DDP hands to all, and all of one rank.
         piece, held[name] = _split(t, 0 if p is None else number, group), tuple(t.shape)
         if piece is not None:
-            pieces[name] = piece
+            pieces[name] = piece if isinstance(master, Tensor) else replace(piece, widen=master)
     manifest = {**_manifest(session, pieces, schedulers, extra, group), "model": checkpoint.checksum_of(held)}
     mine = dict[str, Tensor]()
     own = {"random": rng.random_state(), "position": position}
@@ -324,8 +337,11 @@ def load(self: Session, path: str | Path, *, schedulers: Sequence[Any] = (), sto
     differ, and so may the order of an optimizer's groups, which are matched by the names of their
     parameters. `storage` is "dcp" for what was saved with it, or a StorageReader of
     torch.distributed.checkpoint. Returns `extra` and this rank's `position` (None where the number of
-    ranks changed, which is said). Raises CheckpointError on every rank, with nothing changed, for a damaged
-    or other checkpoint.
+    ranks changed, which is said). Everything is checked first, without holding it, and then read into the
+    tensors that are there, a part at a time; with "dcp" a rank's whole part is held meanwhile.
+
+    Raises CheckpointError on every rank, with nothing changed, for a damaged or other checkpoint. A file that
+    cannot be read the second time leaves the run "half loaded", which the error says: load again.
     """
     _make_ready(self)
     if storage is not None:
@@ -351,16 +367,43 @@ def _boxes(session: Session, wholes: Mapping[str, Sequence[int]]) -> dict[str, t
     return {name: _box_of(cut[name], whole) for name, whole in wholes.items()}
 
 
+@dataclass(frozen=True)
+class _Saved:
+    """A state of a parameter that lies in the files: its name there, this rank's box, what stands for it."""
+
+    name: str
+    box: tuple[Sequence[int], Sequence[int]]
+    stand_in: Tensor
+
+    def fill(self, found: Found, target: Tensor) -> None:
+        """Write the values into this rank's part of a tensor."""
+        for start, part in found.parts(self.name, *self.box):
+            (target[start : start + len(part)] if part.dim() else target).copy_(part)
+
+
+class _State(NamedTuple):
+    """What a checkpoint holds for an optimizer: a state dict, and which values of it are still in the files.
+
+    `late`: by the number of a parameter, what `_Saved` says of its states. `groups`: the options that an
+    optimizer of `halfstep.optim` gets; None where it loads the state dict as any other does.
+    """
+
+    state: dict[str, Any]
+    late: dict[int, dict[str, _Saved]]
+    groups: list[dict[str, Any]] | None
+
+
 class _Content(NamedTuple):
-    """What a checkpoint holds for this rank but the weights, read and checked."""
+    """What a checkpoint holds for this rank, checked; weights and large states are still in the files."""
 
     rest: Mapping[str, Any]
-    optimizers: list[dict[str, Any]]
+    optimizers: list[_State]
     rank: Mapping[str, Any] | None
     """Random generators and position; None where the number of ranks changed."""
 
 
 def _load(self: Session, manifest: Mapping[str, Any], found: Found, schedulers: Sequence[Any]) -> Loaded:
+    """Check everything, then what can be undone, then fill the tensors that are there from the files."""
     content, error = None, None
     try:
         with _damage_named():
@@ -376,14 +419,63 @@ def _load(self: Session, manifest: Mapping[str, Any], found: Found, schedulers: 
     with _undone_on_error(self, schedulers):
         self.load_state_dict(content.rest["session"])
         for optimizer, state in zip(self.optimizers, content.optimizers):
-            optimizer.load_state_dict(state)
+            if state.groups is None:
+                optimizer.load_state_dict(state.state)
+            for group, options in zip(optimizer.param_groups, state.groups or ()):
+                group.update(options)
         for scheduler, state in zip(schedulers, content.rest["schedulers"]):
             scheduler.load_state_dict(state)
-    _load_weights(self, found)
+    wrong = None
+    try:
+        for optimizer, state in zip(self.optimizers, content.optimizers):
+            _fill(optimizer, state, found)
+        _load_weights(self, found)
+    except Exception as raised:
+        error, wrong = raised, (str(raised).splitlines() or [type(raised).__name__])[0]
+    for text in filter(None, gather(wrong, self.group)):
+        raise CheckpointError(
+            f"half loaded: load again, this checkpoint or another one, before training: {text}"
+        ) from error
     if content.rank is not None:
         rng.load_random_state(content.rank["random"])
     _warn_of_ranks_and_threads(manifest, self.group)
     return Loaded(content.rest["extra"], None if content.rank is None else content.rank["position"])
+
+
+@torch.no_grad()
+def _fill(optimizer: torch.optim.Optimizer, state: _State, found: Found) -> None:
+    """Give an optimizer the states that are still in the files, one parameter at a time."""
+    if isinstance(optimizer, OnePassOptimizer) and state.groups is not None:
+        for number, (p, group, place) in enumerate(optimizer._places()):
+            late, saved = state.late.get(number, {}), state.state["state"].get(number)
+            entry: Any = optimizer.state.pop(p, {})
+            if saved is None:
+                continue
+            if entry.keys() - storage.MASTER_KEYS == saved.keys() and all(
+                _fits(entry[what], late[what].stand_in if what in late else value)
+                for what, value in saved.items()
+            ):
+                optimizer.state[p] = entry
+                for what in saved.keys() - late.keys():
+                    local_of(entry[what]).copy_(saved[what])
+                for what, one in late.items():
+                    one.fill(found, local_of(entry[what]))
+            else:
+                entry.clear()  # its memory goes before another takes its place
+                read = {what: _laid_out(found.read(x.name, *x.box), local_of(p)) for what, x in late.items()}
+                optimizer._load_entry(p, group, place, {**saved, **read})
+    else:
+        for number, p in enumerate(parameters_of(optimizer)):
+            for what, one in state.late.get(number, {}).items():
+                one.fill(found, local_of(optimizer.state[p][what]))
+    if state.late:
+        warn_of_zero_moments([optimizer])
+
+
+def _fits(held: Any, like: Any) -> bool:
+    if not isinstance(held, Tensor) or not isinstance(like, Tensor):
+        return False
+    return (local_of(held).shape, held.dtype) == (like.shape, like.dtype)
 
 
 @contextmanager
@@ -454,9 +546,9 @@ def _read(session: Session, manifest: Mapping[str, Any], found: Found, scheduler
     for number, (scheduler, state) in enumerate(zip(schedulers, rest["schedulers"], strict=True)):
         if type(scheduler).__module__.startswith("torch."):  # what others keep is theirs to change
             _check_options(f"scheduler {number}", state, scheduler.state_dict(), whole=True)
-    states = list[dict[str, Any]]()
+    states = list[_State]()
     for optimizer, names, saved in zip(session.optimizers, optimizer_names(session), manifest["optimizers"]):
-        states.append(_read_optimizer(optimizer, names, saved, found.wholes, read))
+        states.append(_read_optimizer(optimizer, names, saved, found, used))
     private = (".optimizer.", ".rest.") if manifest["format"] != 1 else ("optimizer.", "rest.")
     if unused := [name for name in found.wholes if name.startswith(private) and name not in used]:
         raise CheckpointError(
@@ -541,29 +633,51 @@ def _check(session: Session, manifest: Mapping[str, Any], found: Found, schedule
     checkpoint.check_schedulers(count, len(schedulers))
 
 
-def _box(found: Found, name: str, like: Tensor) -> Tensor:
-    """This rank's part of a saved tensor, cut as `like` is."""
-    return found.read(name, *_box_of(like, found.wholes[name]))
-
-
 def _read_optimizer(
     optimizer: torch.optim.Optimizer,
     names: Sequence[str],
     saved: Mapping[str, Any],
-    wholes: Mapping[str, Sequence[int]],
-    read: Callable[..., Tensor],
-) -> dict[str, Any]:
-    """The state dict that a checkpoint holds for an optimizer; it is matched by names and changes nothing."""
-    state: dict[int, Any] = {}
+    found: Found,
+    used: set[str],
+) -> _State:
+    """What a checkpoint holds for an optimizer; it is matched by names and changes nothing.
+
+    States of more than one number stay in the files where the optimizer loads as halfstep's or torch's do.
+    """
+    own = isinstance(optimizer, OnePassOptimizer)
+    waits = _loads_as_known(optimizer)
+    state, late = dict[int, Any](), dict[int, dict[str, _Saved]]()
+
+    def read(place: str, *box: Sequence[int]) -> Tensor:
+        used.add(place)
+        return found.read(place, *box)
+
     for number, (name, p) in enumerate(zip(names, parameters_of(optimizer))):
 
         def cut(place: str, p: Tensor = p, name: str = name) -> Any:
             if f".{name}." not in place:
                 raise ValueError(f"{place!r} as a state of {name!r}")
-            return as_shard("", _laid_out(read(place, *_box_of(p, wholes[place])), local_of(p)), p)
+            return as_shard("", _laid_out(read(place, *_box_of(p, found.wholes[place])), local_of(p)), p)
+
+        def later(what: str, value: Any, p: Tensor = p, number: int = number, cut: Any = cut) -> Any:
+            place = str(value["tensor"]) if isinstance(value, Mapping) and "tensor" in value else ""
+            local, box = local_of(p), _box_of(p, found.wholes[place] if place else ())
+            if not (place and waits) or (*box[1],) != tuple(local.shape) or local.numel() < 2:
+                real = shardfiles.unpacked(value, cut)
+                return cut_state(what, real, p) if own and waits else real
+            if f".{names[number]}." not in place:
+                raise ValueError(f"{place!r} as a state of {names[number]!r}")
+            used.add(place)
+            found.check(place, *box)
+            like = _laid_out(torch.empty((*box[1],), dtype=found.dtype(place), device="meta"), local)
+            late.setdefault(number, {})[what] = _Saved(place, box, like)
+            held = optimizer.state.get(p, {}).get(what)
+            if own or _fits(held, like):
+                return like if own else held
+            return as_shard("", torch.zeros_like(like, device=local.device), p)
 
         if entry := saved["state"].get(name):
-            state[number] = {what: shardfiles.unpacked(value, cut) for what, value in entry.items()}
+            state[number] = {what: later(what, value) for what, value in entry.items()}
     groups = list[Any]()
     optional = {
         option
@@ -578,7 +692,22 @@ def _read_optimizer(
         keeps = {key: new[key] for key in ("params", "param_names") if key in new}
         defaults = {key: new[key] for key in optimizer.defaults if key in new}
         groups.append({**defaults, **{k: v for k, v in options.items() if k != "param_names"}, **keeps})
-    return {"state": state, "param_groups": groups}
+    whole = {"state": state, "param_groups": groups}
+    if not own or not waits:
+        return _State(whole, late, None)
+    try:
+        return _State(whole, late, read_state(optimizer, whole, dry=True)[0])
+    except ConfigError as error:
+        raise CheckpointError(f"the checkpoint does not fit, nothing was changed: {error}") from error
+
+
+def _loads_as_known(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it keeps the tensors that it loads, and nobody else has a look at them."""
+    kind, (before, after) = type(optimizer), load_hooks(optimizer)
+    ours = {"SavedMasters"}
+    hooked = {type(getattr(hook, "__self__", hook)).__name__ for hook in (*before.values(), *after.values())}
+    known = (OnePassOptimizer.load_state_dict, torch.optim.Optimizer.load_state_dict)
+    return kind.load_state_dict in known and hooked <= ours
 
 
 def _laid_out(value: Tensor, like: Tensor) -> Tensor:
@@ -626,15 +755,22 @@ def _groups_of(names: Sequence[str], sizes: Sequence[int]) -> list[frozenset[str
 
 @torch.no_grad()
 def _load_weights(session: Session, found: Found) -> None:
-    names = _names(session)
-    for optimizer in session.optimizers:
-        held = [p for p in weights_of(optimizer) if id(p) in names]
-        if (holder := holder_of(optimizer)) is not None:
-            holder.seed_masters({p: _box(found, names[id(p)], p).float() for p in held})
-    known = set(_masters(session))
+    names, known = _names(session), set[int]()
+    keeper, links = OwnMasters(session.optimizers), list[HasMasters]()
+    links = [holder for holder in holders_of(session.optimizers) if not isinstance(holder, OnePassOptimizer)]
+    for holder in links:
+        known |= {id(p) for p in holder.masters()}
+    for p in dict.fromkeys(p for optimizer in session.optimizers for p in weights_of(optimizer)):
+        if id(p) not in names or not (keeper.knows(p) or id(p) in known):
+            continue
+        known.add(id(p))
+        value = found.read(names[id(p)], *_box_of(p, found.wholes[names[id(p)]])).float()
+        keeper.take(p, value)
+        for holder in links:
+            holder.seed_masters({p: value})
     for name, value, p in _tensors(session):
         if id(p) not in known:
-            local_of(value).copy_(_box(found, name, value))
+            _Saved(name, _box_of(value, found.wholes[name]), value).fill(found, local_of(value))
 
 
 def _warn_of_ranks_and_threads(manifest: Mapping[str, Any], group: Group | None) -> None:

@@ -1,0 +1,106 @@
+"""How much of a device's memory prepare, save and load take at most, in bytes of its allocator."""
+
+import gc
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import halfstep as hs
+from halfstep import shardfiles
+from halfstep.optim import split
+
+WIDTH, LAYERS = 32, 12
+LARGEST = WIDTH * WIDTH * 4
+OPTIMIZERS: dict[str, Callable[..., Any]] = {
+    "AdamW": lambda p, **o: hs.optim.AdamW(p, backend="reference", **o),
+    "SGD": lambda p, **o: hs.optim.SGD(p, lr=0.1, momentum=0.9, backend="reference", **o),
+    "torch AdamW": torch.optim.AdamW,
+    "torch SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+}
+DAILY = [
+    ("O2", "bf16", "AdamW", {"state_dtype": "8bit"}),
+    ("O2", "fp16", "SGD", {"master": "fp32"}),
+    ("O2", "bf16", "torch AdamW", {}),
+    ("O1", "bf16", "AdamW", {"state_dtype": "bf16"}),
+]
+OWN = [{"state_dtype": "fp32"}, {"state_dtype": "8bit"}, {"state_dtype": "bf16", "master": "fp32"}]
+ALL = [
+    *itertools.product(("O1", "O2", "O3"), ("bf16", "fp16"), ("AdamW", "SGD"), OWN),
+    *itertools.product(("O1", "O2", "O3"), ("bf16", "fp16"), ("torch AdamW", "torch SGD"), [{}]),
+]
+
+
+def taken() -> int:
+    gc.collect()
+    torch.cuda.synchronize()
+    return torch.cuda.memory_allocated()
+
+
+def peak_of(act: Callable[[], Any]) -> int:
+    taken()
+    torch.cuda.reset_peak_memory_stats()
+    act()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated()
+
+
+def run(level: str, dtype: str, optimizer: str, options: dict[str, Any]) -> tuple[Any, Any, int, int]:
+    """A prepared model and its session; bytes of the model, and at the peak of `prepare`."""
+    torch.manual_seed(0)
+    before = taken()
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))).cuda()
+    held = OPTIMIZERS[optimizer](model.parameters(), **options)
+    made: list[Any] = []
+    size = taken() - before
+    peak = peak_of(lambda: made.append(hs.prepare(model, held, level=level, dtype=dtype))) - before
+    return model, made[0], size, peak
+
+
+def train(model: Any, amp: Any) -> None:
+    for _ in range(2):
+        with amp.autocast():
+            loss = model(torch.ones(2, WIDTH, device="cuda")).float().square().mean()
+        amp.backward(loss)
+        amp.step()
+
+
+def check(level: str, dtype: str, optimizer: str, options: dict[str, Any], folder: Path) -> None:
+    start = taken()
+    model, amp, size, peak = run(level, dtype, optimizer, options)
+    prepared = taken() - start
+    assert peak <= max(size, prepared) * 1.05 + LARGEST
+    train(model, amp)
+    rest = taken() - start
+    assert peak_of(lambda: amp.save(folder)) - start <= rest * 1.05 + LARGEST
+    before = [p.detach().clone() for p in model.parameters()]
+    rest = taken() - start
+    assert peak_of(lambda: amp.load(folder)) - start <= rest * 1.05 + LARGEST
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters()))
+    del before, amp, model
+    kept, amp, *_ = run(level, dtype, optimizer, options)
+    peak = peak_of(lambda: amp.load(folder)) - start
+    assert peak <= (taken() - start) * 1.05 + LARGEST
+    assert next(kept.parameters()).is_cuda
+
+
+@pytest.fixture(autouse=True)
+def _small_parts(monkeypatch: pytest.MonkeyPatch):
+    """What is bounded is bounded in proportion to the model."""
+    monkeypatch.setattr(split, "_AT_ONCE", 256)
+    monkeypatch.setattr(shardfiles, "AT_ONCE", 1024)
+
+
+@pytest.mark.parametrize(("level", "dtype", "optimizer", "options"), DAILY)
+def test_peaks(level: str, dtype: str, optimizer: str, options: dict[str, Any], tmp_path: Path):
+    check(level, dtype, optimizer, options, tmp_path / "run")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("level", "dtype", "optimizer", "options"), ALL)
+def test_all_peaks(level: str, dtype: str, optimizer: str, options: dict[str, Any], tmp_path: Path):
+    check(level, dtype, optimizer, options, tmp_path / "run")
