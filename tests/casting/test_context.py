@@ -18,9 +18,11 @@ from halfstep.casting import (
 )
 from halfstep.casting.functions import op as own_op
 from halfstep.casting.kernel_choice import KernelTable, Row
+from halfstep.casting.kinds.convolution import sums_in_fp32
 from halfstep.casting.kinds.kind import Choice
 from halfstep.errors import BannedOpError, ConfigError
 from halfstep.policy import Policy, ops
+from halfstep.policy.op_tables import CONVOLUTIONS
 from halfstep.policy.ops import Rule
 from tests.casting.samples import Sample, cpu_samples, cuda_samples, outcome, tensors
 
@@ -43,8 +45,12 @@ def test_policy_torch_is_bitwise_torch_autocast(sample: Sample, dtype: torch.dty
         assert got is expected
         return
     assert [t.dtype for t in got] == [t.dtype for t in expected]
+    adds_in_16_bits = sample.op in CONVOLUTIONS.split() and not sums_in_fp32(dtype)  # law 18: ours do not
     for mine, theirs in zip(got, expected, strict=True):
-        assert torch.equal(mine.nan_to_num(), theirs.nan_to_num())
+        if adds_in_16_bits:
+            assert (mine - theirs).abs().max() <= 0.01 * theirs.abs().max()
+        else:
+            assert torch.equal(mine.nan_to_num(), theirs.nan_to_num())
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])

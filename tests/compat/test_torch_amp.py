@@ -280,11 +280,17 @@ def test_custom_functions_for_cuda_know_the_region_that_stands_for_it(quiet, cas
 @pytest.mark.skipif(not NO_CUDA, reason="needs a machine without CUDA")
 def test_a_scaler_for_absent_cuda_says_once_that_it_works(warns_anew):
     with pytest.warns(HalfstepWarning, match="scales losses and gradients all the same") as caught:
-        scaler = GradScaler()
+        scaler = GradScaler("cuda")
     assert scaler.is_enabled()
     assert caught[0].filename == __file__
     GradScaler("cuda")  # said before
-    GradScaler("cpu")
+    torch_amp._warn_once.cache_clear()
+    assert [s.is_enabled() for s in (GradScaler(), GradScaler("cpu"))] == [True, True]  # without a word
+    assert not GradScaler("cuda", enabled=False).is_enabled()
+    with install(), pytest.warns(HalfstepWarning, match="scales losses and gradients all the same"):
+        torch.cuda.amp.GradScaler()
+    with install():
+        torch.cpu.amp.GradScaler()
 
 
 def test_installed_custom_functions(installed):

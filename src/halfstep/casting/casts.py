@@ -153,8 +153,8 @@ def runner(
         if native is Rule.FULL:
             return None
         return _dtype_argument_runner(site) if row.via_dtype else _full_runner(site)
-    if rule is Rule.WIDEST and site.name not in _PROMOTES_ITSELF:
-        return _widest_runner(site)
+    if rule is Rule.WIDEST and site.name.removesuffix("_") not in _PROMOTES_ITSELF:
+        return _in_place_runner(site) if site.name.endswith("_") else _widest_runner(site)
     if rule is Rule.KEEP and site.name in _NORM_PARAMETERS:
         return _norm_runner(site)
     # Torch's own kernel stands in the way: even its promotion refuses fp16 in a bf16 region.
@@ -319,6 +319,18 @@ def _widest_runner(site: OpOnDevice) -> Runner:
         if target is None or len(dtypes) == 1:
             return site.below(args, kwargs)
         return _cast_below(site, target, args, kwargs)
+
+    return run
+
+
+def _in_place_runner(site: OpOnDevice) -> Runner:
+    """Cast what is written to the dtype of the tensor that it is written into."""
+
+    def run(_: Any, args: Args, kwargs: Kwargs) -> Any:
+        target = args[0].dtype
+        if (target in CASTABLE or target is _F64) and len(_dtypes(args, kwargs) & {*CASTABLE, _F64}) > 1:
+            return _cast_below(site, target, args, kwargs)
+        return site.below(args, kwargs)
 
     return run
 

@@ -100,7 +100,8 @@ def _key(args: Any, kwargs: Mapping[str, Any]) -> tuple[Any, ...] | None:
     for a in args:
         kind = type(a)
         if kind in PLAIN:
-            parts += (a.shape, a.dtype, a.requires_grad, a.layout, a.is_contiguous() or a.stride())
+            placed = a.layout is torch.strided and (a.is_contiguous() or a.stride())
+            parts += (a.shape, a.dtype, a.requires_grad, a.layout, placed)
         elif kind in _SIMPLE:
             parts.append(a)
         elif kind is list or kind is tuple:

@@ -144,10 +144,15 @@ def _runners(
     runs: dict[OpOverload, Runner] = {}
     low: set[str] = set()
     sums = sums_in_16_bits(device_type)
-    for name in (*policy.edits, *sums) if mirrors_torch else {**rows, **native, **dict.fromkeys(sums)}:
-        row = rows.get(name)
+    in_place = {f"{name}_": row for name, row in rows.items() if row.rule is Rule.WIDEST}
+    rows = {**in_place, **rows}
+    edits = (name for name in rows if name.removesuffix("_") in policy.edits)
+    for name in (*edits, *sums) if mirrors_torch else {**rows, **native, **dict.fromkeys(sums)}:
         for op in _overloads(name):
-            run = casts.runner(_site(op, device_type), row, policy.compute_dtype, slow, choose)
+            site, row = _site(op, device_type), rows.get(name)
+            if mirrors_torch and site.native is None and name.removesuffix("_") not in policy.edits:
+                row = None  # a name of torch's list that its autocast does not act on
+            run = casts.runner(site, row, policy.compute_dtype, slow, choose)
             if run is None:
                 continue
             runs[op] = run
@@ -165,7 +170,7 @@ def _native_rows(device_type: str) -> Mapping[str, ops.OpRow]:
 def _overloads(name: str) -> Iterator[OpOverload]:
     """The overloads of an op that reach the Autocast key with tensors and write none of their arguments.
 
-    A name in "_" is an op in place and writes its first one; tables have rows for such ops to refuse them.
+    A name in "_" is an op in place, which writes its first one.
     """
     if name in op_names.OWN_OPS:
         return

@@ -100,7 +100,7 @@ def _policy(device_type: str, dtype: torch.dtype) -> str | Policy:
 
     (fp16 convolutions on a CPU take up to 160 times fp32's time in torch's own kernels. Rounding inputs and
     outputs around fp32 arithmetic differs from them in the last bit of few elements. With
-    HALFSTEP_KERNELS=native, values are torch's bit for bit.)
+    HALFSTEP_KERNELS=native, values are torch's bit for bit, but for sums that torch adds up in 16 bits.)
     """
     return "torch" if runs_natively(device_type, dtype) else _as_torch_around_fp32(device_type, dtype)
 
@@ -162,17 +162,20 @@ def custom_fwd(
 class GradScaler(_GradScaler):
     """torch.amp.GradScaler(device, init_scale, ...) and torch.cuda.amp.GradScaler(init_scale, ...).
 
-    Works on whatever device the losses are, CUDA or not (torch's for CUDA turns itself off where there is
-    none; here one warning says that it works); `step` returns an Outcome (torch's return value is
-    `outcome.result`). Further keywords are `halfstep.GradScaler`'s.
+    Works on whatever device the losses are, CUDA or not (where torch's for CUDA would turn itself off, one
+    warning says that it works); `step` returns an Outcome (torch's return value is `outcome.result`).
+    Further keywords are `halfstep.GradScaler`'s.
     """
+
+    _device_meant: str | None = None
+    """What a call without a device means: CUDA for what stands in for torch.amp's and torch.cuda.amp's."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         if args and isinstance(args[0], int | float):
             args = (kwargs.pop("device", None), *args)
         super().__init__(*args, **kwargs)
-        device = torch.device(args[0] if args and args[0] else kwargs.get("device") or "cuda")
-        if self.is_enabled() and _is_absent(device.type):
+        device = (args[0] if args else kwargs.get("device")) or self._device_meant
+        if device and self.is_enabled() and _is_absent(torch.device(device).type):
             _warn_once(
                 "GradScaler for CUDA, but CUDA is not available: it scales losses and gradients all the "
                 "same, for autocast computes in 16 bits here too (torch would turn it off). Write "
@@ -203,6 +206,7 @@ _Autocast, _CudaAutocast = (_stand_in(name, autocast) for name in ("_Autocast", 
 _Scaler, _CudaScaler, _CpuScaler = (
     _stand_in(name, GradScaler) for name in ("_Scaler", "_CudaScaler", "_CpuScaler")
 )
+_Scaler._device_meant = _CudaScaler._device_meant = "cuda"
 
 
 # Public names only: torch's own modules (Dynamo, FSDP's scaler) keep reaching its classes where those live.

@@ -185,12 +185,13 @@ HALFSTEP: Groups = (
     (
         "widest",
         "joins tensors: none of them loses bits",
-        "cat stack where index_copy addcdiv addcmul atan2 bilinear cross linalg_cross tensordot",
+        "cat stack where index_copy addcdiv addcmul atan2 bilinear cross linalg_cross tensordot lerp"
+        " masked_scatter scatter put",
     ),
     (
         "widest",
         "adds to a tensor by index: none of them loses bits, sums are fp32 and rounded once",
-        "index_put scatter_add index_add",
+        "index_put scatter_add index_add scatter_reduce index_reduce embedding_bag",
     ),
     (
         "widest",

@@ -25,7 +25,8 @@ class Rule(Enum):
 
     LOW: cast to the compute dtype. FP32_OUT: cast to the compute dtype, accumulated and given out in fp32,
     never rounded. FULL: cast to fp32, result fp32. KEEP: run in the dtype of the first floating tensor.
-    WIDEST: cast to the widest floating dtype among them. BANNED: raise `BannedOpError`.
+    WIDEST: cast to the widest floating dtype among them (of an op in place, to that of the tensor it writes
+    into). BANNED: raise `BannedOpError`.
     """
 
     LOW = "low"
