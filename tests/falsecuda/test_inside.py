@@ -52,5 +52,11 @@ def test_ordinary_tests_pass_with_their_tensors_on_the_device(group: str):
 
 @pytest.mark.long
 @pytest.mark.skipif(bool(NO_DEVICE), reason=NO_DEVICE)
+def test_more_of_what_is_written_for_the_device():
+    run("tests/falsecuda/inside", "-m", "long and not exhaustive")
+
+
+@pytest.mark.long
+@pytest.mark.skipif(bool(NO_DEVICE), reason=NO_DEVICE)
 def test_every_page_runs_with_its_tensors_on_the_device():
     run("--default-device", "cuda", "README.md", "docs")

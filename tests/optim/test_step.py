@@ -306,7 +306,7 @@ def test_fp32_accumulation_takes_in_gradients_that_were_there(masters):
 
 
 @pytest.mark.parametrize("backend", ["auto", "reference"])
-@pytest.mark.parametrize("beta", [1.0, torch.tensor(0.999, dtype=BF16)])
+@pytest.mark.parametrize("beta", [1.0, torch.tensor(0.999, dtype=BF16, device="cpu")])
 def test_decay_rates_that_became_one_are_named(backend, beta):
     p = nn.Parameter(torch.zeros(4))
     optimizer = AdamW([p], lr=0.1, backend=backend)

@@ -178,12 +178,13 @@ def _as_number(value: Any, read: bool) -> Any:
 
 
 def check_betas(betas: Any) -> None:
-    """Raise ConfigError unless it is two numbers in [0, 1); 0.999 in bf16 is 1, say."""
+    """Raise ConfigError unless it is two numbers in [0, 1): 0.999 in bf16 is not. A device's is not read."""
     if not isinstance(betas, list | tuple) or len(betas) != 2:
         raise ConfigError(f"betas={show(betas)}: must be a pair of numbers in [0, 1)")
     for i, beta in enumerate(betas):
-        value = float(beta) if isinstance(beta, Tensor) and beta.numel() == 1 else beta
-        if not (isinstance(value, int | float) and 0 <= value < 1):
+        if isinstance(beta, Tensor) and beta.numel() == 1:
+            beta = float(beta) if beta.is_cpu else 0.0
+        if not (isinstance(beta, int | float) and 0 <= beta < 1):
             raise ConfigError(f"betas[{i}]={show(beta)}: must be a number in [0, 1)")
 
 

@@ -20,7 +20,7 @@ from halfstep.gradients.stats import Clip, GradStats, clip_coefficient, combine,
 from halfstep.kernels import codes as L
 from halfstep.optim import cuda, reference, rounding, storage
 from halfstep.optim.algorithms import Algorithm, Number
-from halfstep.optim.arguments import numbers_of
+from halfstep.optim.arguments import check_betas, numbers_of
 from halfstep.optim.bundles import Bundle
 from halfstep.torch_private import foreach_add_
 from halfstep.trees import as_float32, move_to
@@ -143,6 +143,8 @@ def _hyper(bundle: Bundle, factors: tuple[Scalar, Factor], on_host: bool) -> tup
     if on_host:
         hyper = numbers_of(group)
         return hyper, as_float32(factor_of(factors, hyper))
+    if "betas" in group:
+        check_betas(group["betas"])
     hyper = {k: _there(v, device).to(_wide(device)) if isinstance(v, Tensor) else v for k, v in group.items()}
     factor: Number = -1.0 if group["maximize"] else 1.0
     for scalar in factors:

@@ -89,7 +89,11 @@ def restore(
     saved = _unpack(saved, name)
     _check_entry(name, saved, p, algorithm)
     keys = ("step", *algorithm.states, *(key + EXPONENTS for key in algorithm.states))
-    state: Group = {key: torch.as_tensor(saved[key]).clone() for key in keys if saved.get(key) is not None}
+    there = {key: saved[key] for key in keys if saved.get(key) is not None}
+    state: Group = {
+        key: value.clone() if isinstance(value, Tensor) else torch.tensor(value, device="cpu")
+        for key, value in there.items()
+    }
     trains, lacking, value = p.requires_grad or bool(state), saved.get("lacking"), None
     if not has_master(saved):
         value = None if present is None else local_of(present())

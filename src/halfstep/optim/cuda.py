@@ -278,9 +278,10 @@ def _hyper_of(group: Group, device: torch.device) -> tuple[tuple[float, ...], Te
     """What the kernel `scalars` takes, and a learning rate on the device in place of its first number."""
     lr = group["lr"]
     there = isinstance(lr, Tensor) and device.type in ("cpu", lr.device.type)
-    if "betas" in group:
-        check_betas(group["betas"])
     pair = group["betas"] if "betas" in group else (group["momentum"], group["dampening"])
+    pair = tuple(map(float, pair))
+    if "betas" in group:
+        check_betas(pair)
     rest = group["weight_decay"], *pair, group.get("eps", 0.0), group.get("bias_correction", True)
     return (0.0 if there else float(lr), *map(float, rest)), lr.detach().to(device) if there else None
 

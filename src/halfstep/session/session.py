@@ -453,10 +453,10 @@ class Session(Setup):
         else:
             measured, update = stepper.look_and_update(inv_scale, wants_max, clip_norm)
         over_ranks = partial(all_ranks, group=self._ranks.group) if skips and world_size() > 1 else None
-        largest = partial(largest_of_ranks, group=self._ranks.group)
         losses, found = settle(
-            losses, self._steppers, index, measured, lambda: self.device, over_ranks, largest
-        )
+            losses, self._steppers, index, measured, lambda: self.device, over_ranks,
+            lambda amax: largest_of_ranks(amax, self._ranks.group),
+        )  # fmt: skip
         if skips:
             update = stepper.update(inv_scale, measured, clip_norm, found, clears)
         else:

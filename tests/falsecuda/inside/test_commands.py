@@ -26,6 +26,7 @@ def _short(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(train, "run_recipe", lambda *args, **how: run_recipe(*args, **how | {"rounds": 1}))
 
 
+@pytest.mark.long
 def test_doctor_finds_a_healthy_recipe_healthy(capsys: pytest.CaptureFixture[str]):
     assert cli.main(("doctor", "digits-mlp", "--device", "cuda", "--steps", "1")) == 0
     assert "healthy over 1 step" in capsys.readouterr().out
@@ -36,6 +37,7 @@ def test_devices_finds_each_op_as_its_rule_says(capsys: pytest.CaptureFixture[st
     assert " 0 differ" in (said := capsys.readouterr().out) or "differs" not in said
 
 
+@pytest.mark.long
 def test_train_compares_levels_and_writes_its_report(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     report = tmp_path / "report.html"
     asked = ("train", "digits-mlp", "--level", "O0,O2", "--steps", "2", "--device", "cuda")
@@ -45,7 +47,7 @@ def test_train_compares_levels_and_writes_its_report(capsys: pytest.CaptureFixtu
     assert "False CUDA device" in report.read_text()
 
 
-@pytest.mark.parametrize("seconds", ["1", pytest.param("20", marks=pytest.mark.long)])
+@pytest.mark.parametrize("seconds", ["1", pytest.param("20", marks=pytest.mark.exhaustive)])
 def test_tune_measures_and_writes_its_plan(seconds: str, capsys: pytest.CaptureFixture[str], tmp_path: Path):
     out = tmp_path / "plan.toml"
     asked = ("tune", "digits-mlp", "--device", "cuda", "--seconds", seconds, "--out", str(out))
