@@ -138,6 +138,6 @@ def clip(session: hs.Session, parameters: Any, max_norm: float, norm_type: float
             session.unscale(optimizer)
     if norm_type != 2:
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
-    norm = cast(Tensor, measure(p.grad for p in parameters).norm)
+    norm = measure(p.grad for p in parameters).norm
     torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
     return norm
