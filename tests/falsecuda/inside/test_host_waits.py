@@ -26,7 +26,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 LIGHTNING = importlib.util.find_spec("lightning") is not None
 LEVELS = ["O1", "O2"] if importlib.util.find_spec("triton") is not None else ["O1"]
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore")]
 STEADY, STEPS = 4, 2
 """The step after which waits are counted, and over how many steps."""
 

@@ -24,9 +24,7 @@ OPTIMIZERS: dict[str, Callable[..., Any]] = {
 }
 DAILY = [
     ("O2", "bf16", "AdamW", {"state_dtype": "8bit"}),
-    ("O2", "fp16", "SGD", {"master": "fp32"}),
     ("O2", "bf16", "torch AdamW", {}),
-    ("O1", "bf16", "AdamW", {"state_dtype": "bf16"}),
 ]
 OWN = [{"state_dtype": "fp32"}, {"state_dtype": "8bit"}, {"state_dtype": "bf16", "master": "fp32"}]
 ALL = [
