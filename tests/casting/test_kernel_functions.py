@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from halfstep.casting import autocast
 from halfstep.casting.kernel_choice import IMPLEMENTATIONS, KernelTable, Row
 from halfstep.casting.kinds import KINDS
+from halfstep.casting.kinds.convolution import sums_in_fp32
 from halfstep.casting.kinds.kind import Choice, OpClass
 from tests.torch_facts import one_graph
 
@@ -307,7 +308,7 @@ def test_compiled_code_takes_the_choice_too(how: str) -> None:
 
     out = step(seeded(2, 8, 6, 6))
     assert out.dtype is BF16
-    assert wide == [how == "rounded"]
+    assert wide == [how == "rounded" or not sums_in_fp32(BF16)]
     out.float().sum().backward()
     assert layer.weight.grad.dtype is FP32
 
