@@ -32,8 +32,9 @@ from halfstep.optim import storage
 from halfstep.optim.base import OnePassOptimizer
 from halfstep.optim.checkpoints import KEPT
 from halfstep.optim.checkpoints import read as read_state
-from halfstep.optim.loading import HasMasters, warn_of_zero_moments
+from halfstep.optim.loading import warn_of_zero_moments
 from halfstep.optim.masters import holders_of, weight_of
+from halfstep.optim.saved_masters import SavedMasters
 from halfstep.optim.shards import as_shard
 from halfstep.optim.shards import cut as cut_state
 from halfstep.session.checks import holds_values
@@ -654,19 +655,23 @@ def _read_optimizer(
 
     for number, (name, p) in enumerate(zip(names, parameters_of(optimizer))):
 
-        def cut(place: str, p: Tensor = p, name: str = name) -> Any:
+        def box_of(place: str, p: Tensor = p, name: str = name) -> tuple[Sequence[int], Sequence[int]]:
             if f".{name}." not in place:
                 raise ValueError(f"{place!r} as a state of {name!r}")
-            return as_shard("", _laid_out(read(place, *_box_of(p, found.wholes[place])), local_of(p)), p)
+            return _box_of(p, found.wholes[place])
 
-        def later(what: str, value: Any, p: Tensor = p, number: int = number, cut: Any = cut) -> Any:
+        def cut(place: str, p: Tensor = p, box_of: Any = box_of) -> Any:
+            return as_shard("", _laid_out(read(place, *box_of(place)), local_of(p)), p)
+
+        def later(
+            what: str, value: Any, p: Tensor = p, number: int = number, cut: Any = cut, box_of: Any = box_of
+        ) -> Any:
+            local = local_of(p)
             place = str(value["tensor"]) if isinstance(value, Mapping) and "tensor" in value else ""
-            local, box = local_of(p), _box_of(p, found.wholes[place] if place else ())
+            box = box_of(place) if place else ((), ())
             if not (place and waits) or (*box[1],) != tuple(local.shape) or local.numel() < 2:
                 real = shardfiles.unpacked(value, cut)
                 return cut_state(what, real, p) if own and waits else real
-            if f".{names[number]}." not in place:
-                raise ValueError(f"{place!r} as a state of {names[number]!r}")
             used.add(place)
             found.check(place, *box)
             like = _laid_out(torch.empty((*box[1],), dtype=found.dtype(place), device="meta"), local)
@@ -703,11 +708,10 @@ def _read_optimizer(
 
 def _loads_as_known(optimizer: torch.optim.Optimizer) -> bool:
     """Whether it keeps the tensors that it loads, and nobody else has a look at them."""
-    kind, (before, after) = type(optimizer), load_hooks(optimizer)
-    ours = {"SavedMasters"}
-    hooked = {type(getattr(hook, "__self__", hook)).__name__ for hook in (*before.values(), *after.values())}
+    before, after = load_hooks(optimizer)
+    owners = (getattr(hook, "__self__", None) for hook in (*before.values(), *after.values()))
     known = (OnePassOptimizer.load_state_dict, torch.optim.Optimizer.load_state_dict)
-    return kind.load_state_dict in known and hooked <= ours
+    return type(optimizer).load_state_dict in known and all(isinstance(o, SavedMasters) for o in owners)
 
 
 def _laid_out(value: Tensor, like: Tensor) -> Tensor:
@@ -755,8 +759,7 @@ def _groups_of(names: Sequence[str], sizes: Sequence[int]) -> list[frozenset[str
 
 @torch.no_grad()
 def _load_weights(session: Session, found: Found) -> None:
-    names, known = _names(session), set[int]()
-    keeper, links = OwnMasters(session.optimizers), list[HasMasters]()
+    names, known, keeper = _names(session), set[int](), OwnMasters(session.optimizers)
     links = [holder for holder in holders_of(session.optimizers) if not isinstance(holder, OnePassOptimizer)]
     for holder in links:
         known |= {id(p) for p in holder.masters()}
