@@ -124,8 +124,9 @@ def apply_precision(
         jobs.append(Casting.of(model, level, compute, plan=plan, keep_originals=held, keep_shards=own))
     becomes = {t: dtype for job in jobs for t, dtype in job.wanted.values() if not job.leaves(t)}
     check_sharing(models, optimizers, precision.masters, becomes)
+    keeper = OwnMasters(optimizers)
     for job in jobs:
-        job.keeper = OwnMasters(optimizers)
+        job.keeper = keeper
         conversions.append(job.record)
         job.run()
     originals = {p: value for c in conversions for p, value in c.originals.items()}
