@@ -229,7 +229,7 @@ def test_a_file_that_fails_the_second_time_leaves_a_run_half_loaded(tmp_path, mo
     path = run[3].save(tmp_path / "a", schedulers=[run[2]])
     saved = [p.detach().clone() for p in run[0].parameters()]
     train(run)
-    read, first_pass, left = StoredPiece.read, saving._read, [1 << 30]
+    read, first_pass, left = StoredPiece.fill, saving._read, [1 << 30]
 
     def failing(*given):
         left[0] -= 1
@@ -243,7 +243,7 @@ def test_a_file_that_fails_the_second_time_leaves_a_run_half_loaded(tmp_path, mo
         return found
 
     with monkeypatch.context() as patch:
-        patch.setattr(StoredPiece, "read", failing)
+        patch.setattr(StoredPiece, "fill", failing)
         patch.setattr(saving, "_read", passed)
         with pytest.raises(CheckpointError, match=r"half loaded: load again.*cut short"):
             run[3].load(path, schedulers=[run[2]])
