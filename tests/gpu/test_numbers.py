@@ -27,6 +27,7 @@ from tests.gpu.machine import DEVICE, Machine
 from tests.session.test_lifetime import alive, train
 
 CPU = torch.device("cpu")
+FUSED = partial(torch.optim.AdamW, fused=True)
 
 
 def numbers() -> tuple[Tensor, Tensor]:
@@ -80,7 +81,7 @@ def test_a_loss_on_the_host_by_grad_scaler(gpu: Machine):
     on_both(run)
 
 
-@pytest.mark.parametrize("kind", [torch.optim.SGD, hs.optim.SGD])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, hs.optim.SGD, FUSED])
 @pytest.mark.parametrize("separate", [False, True])
 @pytest.mark.parametrize("loss_on", ["host", "device"])
 def test_a_part_of_the_model_on_the_host(gpu: Machine, kind, separate, loss_on):
@@ -102,6 +103,31 @@ def test_a_part_of_the_model_on_the_host(gpu: Machine, kind, separate, loss_on):
             losses.append(loss.item())
         after = body.weight.detach().cpu(), head.weight.detach()
         return [*losses, *(-float((a - b).abs().sum()) for a, b in zip(after, weights))]
+
+    on_both(run)
+
+
+@pytest.mark.parametrize("unscales", [False, True])
+@pytest.mark.parametrize("loss_on", ["cpu", ""])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, hs.optim.SGD, FUSED])
+def test_a_part_of_the_model_on_the_host_by_grad_scaler(gpu: Machine, kind, unscales, loss_on):
+    def run(device: torch.device) -> list[float]:
+        torch.manual_seed(0)
+        body, head, (x, y), losses = nn.Linear(16, 16).to(device), nn.Linear(16, 4), numbers(), []
+        optimizer = kind([*body.parameters(), *head.parameters()], lr=0.1)
+        scaler = hs.GradScaler(device.type, init_scale=1024.0)
+        for step in range(6):
+            with hs.autocast(device.type, "fp16", kernels="native"):
+                hidden = body(x.to(device))
+            loss = F.cross_entropy(head(hidden.float().cpu()), y).to(loss_on or device)
+            losses.append(loss.item())
+            scaler.scale(loss * float("inf") if step == 3 else loss).backward()
+            if unscales:
+                scaler.unscale_(optimizer)
+            assert scaler.step(optimizer).taken == (step != 3)
+            scaler.update()
+            optimizer.zero_grad()
+        return losses
 
     on_both(run)
 
