@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import halfstep as hs
 from halfstep.conformance.probe import probe_casting
 from tests.gpu.machine import DEVICE, Machine
+from tests.gpu.test_step import assert_no_more_flags, flags_alive
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
@@ -68,6 +69,16 @@ def test_the_steady_step_does_not_synchronise(gpu: Machine, level, dtype):
     with gpu.no_waiting():
         train(amp, net, 2, data)
     assert amp.steps == 6
+
+
+def test_flags_of_outcomes_that_were_read_do_not_pile_up(gpu: Machine):
+    net, data = model(), batch()
+    amp = hs.prepare(net, torchs(net), level="O1", dtype="fp16")
+    train(amp, net, 4, data)
+    before = flags_alive()
+    train(amp, net, gpu.steps, data)
+    assert_no_more_flags(before)
+    assert len(amp.history) == 4 + gpu.steps
 
 
 @pytest.mark.parametrize("clip", [None, 1.0])

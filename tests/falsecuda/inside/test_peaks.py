@@ -12,9 +12,9 @@ from torch import nn
 
 import halfstep as hs
 from halfstep import shardfiles
-from halfstep.optim import split
+from halfstep.optim import resolution, split
 
-WIDTH, LAYERS = 32, 12
+WIDTH, LAYERS = 32, 16
 LARGEST = WIDTH * WIDTH * 4
 OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "AdamW": lambda p, **o: hs.optim.AdamW(p, backend="reference", **o),
@@ -89,8 +89,9 @@ def check(level: str, dtype: str, optimizer: str, options: dict[str, Any], folde
 @pytest.fixture(autouse=True)
 def _small_parts(monkeypatch: pytest.MonkeyPatch):
     """What is bounded is bounded in proportion to the model."""
-    monkeypatch.setattr(split, "_AT_ONCE", 256)
+    monkeypatch.setattr(split, "_AT_ONCE", 128)
     monkeypatch.setattr(shardfiles, "AT_ONCE", 1024)
+    monkeypatch.setattr(resolution, "SAMPLE", 128)
 
 
 @pytest.mark.parametrize(("level", "dtype", "optimizer", "options"), DAILY)
