@@ -132,7 +132,7 @@ def test_exact_masters_equal_fp32_masters():
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("level", [pytest.param("O1", marks=pytest.mark.long), "O2"])
 def test_a_compiled_model_trains_as_an_eager_one(gpu: Machine, level):
     losses = []
     for compiled in (False, True):

@@ -1,6 +1,7 @@
 """How much of a device's memory prepare, save and load take at most, in bytes of its allocator."""
 
 import gc
+import importlib
 import itertools
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ from torch import nn
 
 import halfstep as hs
 from halfstep import shardfiles
-from halfstep.optim import resolution, split
+from halfstep.optim import split
 
 WIDTH, LAYERS = 32, 16
 LARGEST = WIDTH * WIDTH * 4
@@ -91,7 +92,7 @@ def _small_parts(monkeypatch: pytest.MonkeyPatch):
     """What is bounded is bounded in proportion to the model."""
     monkeypatch.setattr(split, "_AT_ONCE", 128)
     monkeypatch.setattr(shardfiles, "AT_ONCE", 1024)
-    monkeypatch.setattr(resolution, "SAMPLE", 128)
+    monkeypatch.setattr(importlib.import_module("halfstep.optim.resolution"), "SAMPLE", 128)
 
 
 @pytest.mark.parametrize(("level", "dtype", "optimizer", "options"), DAILY)
