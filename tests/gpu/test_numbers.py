@@ -5,6 +5,7 @@ import itertools
 import os
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -383,6 +384,29 @@ def test_a_matrix_exponential_of_16_bits_has_gradients(gpu: Machine):
         out.float().square().sum().backward()
         assert out.dtype == torch.float32
         assert bool(x.grad.isfinite().all())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_product_that_gives_out_fp32_is_the_device_s_own(gpu: Machine, dtype, monkeypatch):
+    policy = hs.Policy(compute_dtype=dtype).with_rules(fp32_out=["linear", "matmul"])
+    x, weight, bias = (
+        torch.randn(n, device=DEVICE).to(dtype).requires_grad_() for n in ((2, 3, 16), (5, 16), (5,))
+    )
+
+    def run(region: Any) -> list[Tensor]:
+        with region:
+            out = [F.linear(x, weight, bias), x @ weight.t()]
+        return [*out, *torch.autograd.grad(out[0].square().sum() + out[1].sum(), (x, weight, bias))]
+
+    seen: list[Any] = []
+    mm = torch.mm
+    monkeypatch.setattr(torch, "mm", lambda *args, **how: seen.append(how) or mm(*args, **how))
+    found = run(hs.autocast(DEVICE.type, policy=policy))
+    assert seen == [{"out_dtype": torch.float32}] * 2
+    assert [t.dtype for t in found] == [torch.float32] * 2 + [dtype] * 3
+    x, weight, bias = (t.detach().float().requires_grad_() for t in (x, weight, bias))
+    torch.testing.assert_close([t.float() for t in found], run(nullcontext()), rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(found[0], run(nullcontext())[0])
 
 
 # ---- device tensors stay in their process ----------------------------------------------------------------

@@ -167,14 +167,14 @@ def check(number: int, tmp_path: Path) -> None:
 PROGRAMS = list(programs(200))
 
 
+NUMBERS = [
+    *range(8),
+    *(pytest.param(number, marks=pytest.mark.long) for number in range(8, 20)),
+    *(pytest.param(number, marks=pytest.mark.exhaustive) for number in range(20, 200)),
+]
+
+
 @pytest.mark.filterwarnings("ignore::halfstep.HalfstepWarning")
-@pytest.mark.parametrize("number", range(20))
+@pytest.mark.parametrize("number", NUMBERS)
 def test_a_random_program(number: int, tmp_path: Path):
-    check(number, tmp_path)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.filterwarnings("ignore::halfstep.HalfstepWarning")
-@pytest.mark.parametrize("number", range(20, 200))
-def test_another_random_program(number: int, tmp_path: Path):
     check(number, tmp_path)
