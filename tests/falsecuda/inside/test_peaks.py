@@ -1,6 +1,7 @@
 """How much of a device's memory prepare, save and load take at most, in bytes of its allocator."""
 
 import gc
+import importlib
 import itertools
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ import halfstep as hs
 from halfstep import shardfiles
 from halfstep.optim import split
 
-WIDTH, LAYERS = 32, 12
+WIDTH, LAYERS = 32, 16
 LARGEST = WIDTH * WIDTH * 4
 OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "AdamW": lambda p, **o: hs.optim.AdamW(p, backend="reference", **o),
@@ -89,8 +90,9 @@ def check(level: str, dtype: str, optimizer: str, options: dict[str, Any], folde
 @pytest.fixture(autouse=True)
 def _small_parts(monkeypatch: pytest.MonkeyPatch):
     """What is bounded is bounded in proportion to the model."""
-    monkeypatch.setattr(split, "_AT_ONCE", 256)
+    monkeypatch.setattr(split, "_AT_ONCE", 128)
     monkeypatch.setattr(shardfiles, "AT_ONCE", 1024)
+    monkeypatch.setattr(importlib.import_module("halfstep.optim.resolution"), "SAMPLE", 128)
 
 
 @pytest.mark.parametrize(("level", "dtype", "optimizer", "options"), DAILY)
