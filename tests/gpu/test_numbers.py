@@ -412,6 +412,7 @@ def test_a_product_that_gives_out_fp32_is_the_device_s_own(gpu: Machine, dtype, 
 # ---- device tensors stay in their process ----------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_what_a_process_sends_is_on_the_host(gpu: Machine):
     found, said = run_in_process(partial(torch.full, (3,), 2.0, device=DEVICE), os.environ)
     assert said == ""
