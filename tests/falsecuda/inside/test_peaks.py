@@ -13,7 +13,7 @@ from torch import nn
 
 import halfstep as hs
 from halfstep import shardfiles
-from halfstep.optim import split
+from halfstep.optim import master_link, split
 
 WIDTH, LAYERS = 32, 12
 BESIDE = WIDTH * WIDTH * 4 + 8 * 512
@@ -91,6 +91,7 @@ def _small_parts(monkeypatch: pytest.MonkeyPatch):
     """What is bounded is bounded in proportion to the model."""
     monkeypatch.setattr(split, "_AT_ONCE", 128)
     monkeypatch.setattr(shardfiles, "AT_ONCE", 1024)
+    monkeypatch.setattr(master_link, "_AT_ONCE", WIDTH * WIDTH)
     monkeypatch.setattr(importlib.import_module("halfstep.optim.resolution"), "SAMPLE", 128)
 
 
@@ -100,3 +101,13 @@ def _small_parts(monkeypatch: pytest.MonkeyPatch):
 )
 def test_peaks(level: str, dtype: str, optimizer: str, options: dict[str, Any], tmp_path: Path):
     check(level, dtype, optimizer, options, tmp_path / "run")
+
+
+def test_gradients_that_are_widened_are_not_all_held_twice():
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))).bfloat16().cuda()
+    masters = hs.MasterWeights(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    model(torch.ones(2, WIDTH, device="cuda", dtype=torch.bfloat16)).sum().backward()
+    before = taken()
+    peak = peak_of(masters.copy_grads)
+    assert taken() - before == LAYERS * WIDTH * WIDTH * 2
+    assert peak <= taken() + BESIDE
