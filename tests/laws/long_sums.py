@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 
 SHORT = 32
 MOST = 2**17  # elements of one tensor of a case with sums of 4,096
+MOST_OUTPUTS = 256  # of an op that splits a tensor, which has no sum
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 Call = Callable[..., Any]
 
@@ -208,7 +209,8 @@ class Long:
     def __init__(self, case: Case, n: int) -> None:
         self.case, self.arguments = case, case.long(n)
         self.right = run(case, self.arguments)
-        if sum(t.numel() for t in self.right.outputs) > 4 * MOST * max(1, n // 4096):
+        total = sum(t.numel() for t in self.right.outputs)
+        if len(self.right.outputs) > MOST_OUTPUTS or total > 4 * MOST * max(1, n // 4096):
             raise ValueError("too large")
 
     @functools.cached_property
