@@ -131,7 +131,7 @@ def losses(level: str, dtype: str) -> list[float]:
 
 def tests() -> None:
     """The tests of tests/gpu, a process for each file; eight at once where pytest-xdist is."""
-    for name in ("numerics",) if TINY else ("step", "training", "numerics", "kernels"):
+    for name in ("numerics",) if TINY else ("step", "training", "numerics", "kernels", "numbers"):
         value = row(f"tests/gpu/test_{name}.py", lambda n=name: run_tests(n))
         if failed(value) and "is not installed" in value["error"]:
             return

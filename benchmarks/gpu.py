@@ -46,7 +46,7 @@ PARTS = {
     "training": Part("_gpu_training", "training", 65, 120),
     "launches": Part("_gpu_training", "launched", 20, 40),
     "bits": Part("_gpu_bits", "bits", 50, 90),
-    "tests": Part("_gpu_bits", "tests", 110, 170),
+    "tests": Part("_gpu_bits", "tests", 125, 190),
     "compiled": Part("_gpu_training", "compiled", 90, 130),
     "large": Part("_gpu_optimizers", "large", 30, 60),
     "small": Part("_gpu_optimizers", "small", 15, 40),

@@ -68,6 +68,20 @@ def test_any_box_of_any_cut_is_read_with_and_without_an_index(tmp_path, seed):
                 size = [chosen.randint(1, n - b) for b, n in zip(begin, whole.shape)]
                 wanted = whole[tuple(slice(b, b + n) for b, n in zip(begin, size))]
                 assert torch.equal(found.read(name, begin, size), wanted)
+                for target in targets_like(wanted):
+                    version = target._version
+                    found.fill(name, begin, size, target)
+                    assert torch.equal(target, wanted.to(target.dtype))
+                    assert target._version > version  # what was made of the old values is not used again
+
+
+def targets_like(value):
+    """Empty tensors of a value's shape: laid out alike, in columns, with gaps, of another dtype."""
+    yield torch.empty_like(value)
+    yield torch.empty_like(value, dtype=torch.float64)
+    if value.dim():
+        yield torch.empty(value.shape[::-1]).permute(*range(value.dim() - 1, -1, -1))
+        yield torch.empty(*value.shape[:-1], 2 * value.shape[-1])[..., ::2]
 
 
 def test_a_rank_of_many_opens_the_file_that_holds_its_rows_and_no_other(tmp_path):

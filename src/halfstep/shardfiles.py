@@ -25,6 +25,7 @@ from typing import Any, BinaryIO, cast
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from halfstep.errors import CheckpointError
 
@@ -107,10 +108,10 @@ class StoredPiece:
     offsets: tuple[int, ...]
     start: int
 
-    def read(self, file: BinaryIO, low: Sequence[int], high: Sequence[int]) -> Tensor:
-        """The values from `low` to `high` of the whole tensor, in new memory, no rows but these being read.
+    def fill(self, file: BinaryIO, low: Sequence[int], high: Sequence[int], target: Tensor) -> None:
+        """Write the values from `low` to `high` of the whole tensor to `target`; only these rows are read.
 
-        CheckpointError where the file ends early.
+        Memory that is laid out like the file is read into. CheckpointError where the file ends early.
         """
         begin = [a - o for a, o in zip(low, self.offsets)] or [0]
         end = [b - o for b, o in zip(high, self.offsets)] or [1]
@@ -118,8 +119,11 @@ class StoredPiece:
         row = math.prod(columns) * self.dtype.itemsize
         size = (end[0] - begin[0]) * row
         if not size:
-            return torch.empty(self.shape, dtype=self.dtype, device="cpu")
-        data = torch.empty(size, dtype=torch.uint8, device="cpu")
+            return
+        whole_rows = (*begin[1:], *end[1:]) == (0,) * len(columns) + columns
+        direct = whole_rows and target.is_cpu and target.dtype == self.dtype and target.is_contiguous()
+        room = target.detach() if direct else torch.empty(size, dtype=torch.uint8, device="cpu")
+        data = room.as_strided((room.numel(),), (1,)).view(torch.uint8)
         try:
             file.seek(self.start + begin[0] * row)
             got = cast(Any, file).readinto(memoryview(cast(Any, data.numpy())))
@@ -127,9 +131,12 @@ class StoredPiece:
             raise CheckpointError(f"cannot read {file.name}: {error}") from error
         if got != size:
             raise CheckpointError(f"{file.name} is cut short: a tensor of it is missing bytes")
-        rows = data.view(self.dtype).reshape(-1, *columns)
-        values = rows[(slice(None), *map(slice, begin[1:], end[1:]))]
-        return values if self.shape else values[0]
+        if direct:
+            increment_version(target)  # numpy wrote, which autograd and caches of casts do not see
+        else:
+            rows = data.view(self.dtype).reshape(-1, *columns)
+            values = rows[(slice(None), *map(slice, begin[1:], end[1:]))]
+            target.copy_(values if self.shape else values[0])
 
 
 def write(path: Path, pieces: Mapping[str, Piece], about: Mapping[str, Any]) -> tuple[str, int]:
@@ -333,7 +340,10 @@ class Index:
     def private(self, number: int, name: str) -> Tensor:
         """A tensor that belongs to one file."""
         file, stored, _ = self._file(number)
-        return stored[name].read(file, [0] * len(stored[name].shape), stored[name].shape)
+        piece = stored[name]
+        out = torch.empty(piece.shape, dtype=piece.dtype, device="cpu")
+        piece.fill(file, piece.offsets, [o + n for o, n in zip(piece.offsets, piece.shape)], out)
+        return out
 
     def read(
         self, name: str, offsets: Sequence[int] | None = None, shape: Sequence[int] | None = None
@@ -342,29 +352,28 @@ class Index:
 
         CheckpointError where the pieces do not cover it.
         """
-        begin, size = self._box(name, offsets, shape)
-        touching = self._pieces(name, begin, size)
-        if len(touching) == 1:  # all of it
-            number, _, low, high = touching[0]
-            file, stored, _ = self._file(number)
-            return stored[name].read(file, low, high).contiguous()
-        out = torch.empty(size, dtype=self.dtype(name), device="cpu")
-        for number, _, low, high in touching:
-            file, stored, _ = self._file(number)
-            here = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, begin))
-            out[here] = stored[name].read(file, low, high)
+        box = self._box(name, offsets, shape)
+        out = torch.empty(box[1], dtype=self.dtype(name), device="cpu")
+        self.fill(name, *box, out)
         return out
 
-    def parts(self, name: str, offsets: Sequence[int], shape: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
-        """A box, rows of a bounded size at a time, with the number of the first row; raises as `read`."""
+    def fill(self, name: str, offsets: Sequence[int], shape: Sequence[int], target: Tensor) -> None:
+        """Write a box into a tensor of its shape, rows of a bounded size at a time; raises as `read`."""
         if not shape:
-            yield 0, self.read(name, offsets, shape)
+            self._fill(name, (), (), target)
             return
         row = max(1, math.prod(shape[1:]) * self.dtype(name).itemsize)
         rows = max(1, AT_ONCE // row)
         for start in range(0, shape[0], rows):
             count = min(rows, shape[0] - start)
-            yield start, self.read(name, (offsets[0] + start, *offsets[1:]), (count, *shape[1:]))
+            begin, size = (offsets[0] + start, *offsets[1:]), (count, *shape[1:])
+            self._fill(name, begin, size, target[start : start + count])
+
+    def _fill(self, name: str, begin: tuple[int, ...], size: tuple[int, ...], target: Tensor) -> None:
+        for number, _, low, high in self._pieces(name, begin, size):
+            file, stored, _ = self._file(number)
+            here = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, begin))
+            stored[name].fill(file, low, high, target[here] if here else target)
 
     def dtype(self, name: str) -> torch.dtype:
         """Of a tensor."""

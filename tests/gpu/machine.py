@@ -88,7 +88,7 @@ class FalseCuda(Cuda):
     """The false CUDA device: a GPU in all but graphs and time, slow as an interpreter."""
 
     group, compiler = "nccl", "aot_eager"
-    steps = 8
+    steps = 5
     sizes: tuple[Any, ...] = SIZES
     huge = 2**16 + 5000  # type: ignore[assignment]
     lacks = frozenset({"gru", "gru_cell", "lstm", "lstm_cell"})

@@ -5,6 +5,7 @@ import itertools
 import os
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -27,6 +28,7 @@ from tests.gpu.machine import DEVICE, Machine
 from tests.session.test_lifetime import alive, train
 
 CPU = torch.device("cpu")
+FUSED = partial(torch.optim.AdamW, fused=True)
 
 
 def numbers() -> tuple[Tensor, Tensor]:
@@ -80,7 +82,7 @@ def test_a_loss_on_the_host_by_grad_scaler(gpu: Machine):
     on_both(run)
 
 
-@pytest.mark.parametrize("kind", [torch.optim.SGD, hs.optim.SGD])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, hs.optim.SGD, FUSED])
 @pytest.mark.parametrize("separate", [False, True])
 @pytest.mark.parametrize("loss_on", ["host", "device"])
 def test_a_part_of_the_model_on_the_host(gpu: Machine, kind, separate, loss_on):
@@ -102,6 +104,31 @@ def test_a_part_of_the_model_on_the_host(gpu: Machine, kind, separate, loss_on):
             losses.append(loss.item())
         after = body.weight.detach().cpu(), head.weight.detach()
         return [*losses, *(-float((a - b).abs().sum()) for a, b in zip(after, weights))]
+
+    on_both(run)
+
+
+@pytest.mark.parametrize("unscales", [False, True])
+@pytest.mark.parametrize("loss_on", ["cpu", ""])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, hs.optim.SGD, FUSED])
+def test_a_part_of_the_model_on_the_host_by_grad_scaler(gpu: Machine, kind, unscales, loss_on):
+    def run(device: torch.device) -> list[float]:
+        torch.manual_seed(0)
+        body, head, (x, y), losses = nn.Linear(16, 16).to(device), nn.Linear(16, 4), numbers(), []
+        optimizer = kind([*body.parameters(), *head.parameters()], lr=0.1)
+        scaler = hs.GradScaler(device.type, init_scale=1024.0)
+        for step in range(6):
+            with hs.autocast(device.type, "fp16", kernels="native"):
+                hidden = body(x.to(device))
+            loss = F.cross_entropy(head(hidden.float().cpu()), y).to(loss_on or device)
+            losses.append(loss.item())
+            scaler.scale(loss * float("inf") if step == 3 else loss).backward()
+            if unscales:
+                scaler.unscale_(optimizer)
+            assert scaler.step(optimizer).taken == (step != 3)
+            scaler.update()
+            optimizer.zero_grad()
+        return losses
 
     on_both(run)
 
@@ -359,9 +386,33 @@ def test_a_matrix_exponential_of_16_bits_has_gradients(gpu: Machine):
         assert bool(x.grad.isfinite().all())
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_product_that_gives_out_fp32_is_the_device_s_own(gpu: Machine, dtype, monkeypatch):
+    policy = hs.Policy(compute_dtype=dtype).with_rules(fp32_out=["linear", "matmul"])
+    x, weight, bias = (
+        torch.randn(n, device=DEVICE).to(dtype).requires_grad_() for n in ((2, 3, 16), (5, 16), (5,))
+    )
+
+    def run(region: Any) -> list[Tensor]:
+        with region:
+            out = [F.linear(x, weight, bias), x @ weight.t()]
+        return [*out, *torch.autograd.grad(out[0].square().sum() + out[1].sum(), (x, weight, bias))]
+
+    seen: list[Any] = []
+    mm = torch.mm
+    monkeypatch.setattr(torch, "mm", lambda *args, **how: seen.append(how) or mm(*args, **how))
+    found = run(hs.autocast(DEVICE.type, policy=policy))
+    assert seen == [{"out_dtype": torch.float32}] * 2
+    assert [t.dtype for t in found] == [torch.float32] * 2 + [dtype] * 3
+    x, weight, bias = (t.detach().float().requires_grad_() for t in (x, weight, bias))
+    torch.testing.assert_close([t.float() for t in found], run(nullcontext()), rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(found[0], run(nullcontext())[0])
+
+
 # ---- device tensors stay in their process ----------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_what_a_process_sends_is_on_the_host(gpu: Machine):
     found, said = run_in_process(partial(torch.full, (3,), 2.0, device=DEVICE), os.environ)
     assert said == ""

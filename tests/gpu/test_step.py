@@ -93,7 +93,7 @@ def test_waiting_is_noticed(gpu: Machine):
     assert x.item() == 2
 
 
-@pytest.mark.parametrize("many", [4, 12])
+@pytest.mark.parametrize("many", [2, 6])
 def test_a_step_takes_a_handful_of_launches_whatever_the_parameters(gpu: Machine, many: int):
     params = parameters(BF16, (40,) * many)
     groups = [{"params": params[::2], "weight_decay": 0.0}, {"params": params[1::2]}]
@@ -149,6 +149,8 @@ def test_a_captured_step_replays_what_eager_steps_do(gpu: Machine, options: dict
 
 
 def test_a_step_that_never_ran_outside_a_graph_is_refused_with_the_remedy(gpu: Machine):
+    for asked in (cuda.usable, cuda.why_not):
+        asked.cache_clear()  # nobody has asked yet whether kernels run
     p = parameters(BF16, (16,))[0]
     optimizer = AdamW([p], backend="triton")
     p.grad = torch.zeros_like(p)

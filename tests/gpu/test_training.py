@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import halfstep as hs
 from halfstep.conformance.probe import probe_casting
 from tests.gpu.machine import DEVICE, Machine
+from tests.gpu.test_step import assert_no_more_flags, flags_alive
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
@@ -70,6 +71,16 @@ def test_the_steady_step_does_not_synchronise(gpu: Machine, level, dtype):
     assert amp.steps == 6
 
 
+def test_flags_of_outcomes_that_were_read_do_not_pile_up(gpu: Machine):
+    net, data = model(), batch()
+    amp = hs.prepare(net, torchs(net), level="O1", dtype="fp16")
+    train(amp, net, 4, data)
+    before = flags_alive()
+    train(amp, net, gpu.steps, data)
+    assert_no_more_flags(before)
+    assert len(amp.history) == 4 + gpu.steps
+
+
 @pytest.mark.parametrize("clip", [None, 1.0])
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize(("dtype", "most"), [("bf16", 6), ("fp16", 8)])
@@ -121,7 +132,7 @@ def test_exact_masters_equal_fp32_masters():
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("level", [pytest.param("O1", marks=pytest.mark.long), "O2"])
 def test_a_compiled_model_trains_as_an_eager_one(gpu: Machine, level):
     losses = []
     for compiled in (False, True):

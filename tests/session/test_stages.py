@@ -1,4 +1,4 @@
-"""Stages of a pipeline on two gloo ranks: `norm_group` makes norm, clipping and skips the whole model's."""
+"""Stages of a pipeline on gloo ranks: `norm_group` makes norm, clipping and skips the whole model's."""
 
 import math
 
@@ -9,6 +9,8 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 import halfstep as hs
 from tests.ranks import run
+
+RANKS = [2, pytest.param(3, marks=pytest.mark.long)]
 
 
 def net():
@@ -26,20 +28,20 @@ def batch(step):
     return torch.randn(8, 6, generator=generator), torch.randn(8, 2, generator=generator)
 
 
-def stage(rank, kind, clip):
-    """Rank 0 has the first two modules, rank 1 the others; torch's own schedule runs them."""
+def stage(rank, world, kind, clip):
+    """Two modules for each rank, the last has the others; torch's own schedule runs them."""
     model = net()
-    own = model[:2] if rank == 0 else model[2:]
+    own = model[2 * rank : 2 * rank + 2 if rank < world - 1 else None]
     group = torch.distributed.group.WORLD
     amp = hs.prepare(own, optimizer_of(kind, own), level="O0", norm_group=group)
     schedule = ScheduleGPipe(
-        PipelineStage(own, rank, 2, torch.device("cpu")), 2, loss_fn=nn.functional.mse_loss
+        PipelineStage(own, rank, world, torch.device("cpu")), 2, loss_fn=nn.functional.mse_loss
     )
     norms = []
     for step in range(4):
         x, y = batch(step)
         with amp.autocast():
-            schedule.step(x) if rank == 0 else schedule.step(target=y)
+            schedule.step(*[x] * (rank == 0), **{"target": y} if rank == world - 1 else {})
         norms.append(amp.step(clip_norm=clip).grad_norm)
     return norms, [p.detach() for p in own.parameters()]
 
@@ -57,16 +59,18 @@ def alone(kind, clip):
 
 
 @pytest.mark.parametrize("kind", ["torch", "ours"])
-def test_stages_of_a_pipeline_are_clipped_as_one_model(kind):
-    (first, head), (second, tail) = run(stage, 2, kind, 0.1)
+@pytest.mark.parametrize("world", RANKS)
+def test_stages_of_a_pipeline_are_clipped_as_one_model(world, kind):
+    stages = run(stage, world, world, kind, 0.1)
     norms, weights = alone(kind, 0.1)
-    assert first == second
-    assert first == pytest.approx(norms, rel=1e-6)
-    assert all(torch.equal(a, b) for a, b in zip(weights, head + tail, strict=True))
+    for told, _ in stages:
+        assert told == stages[0][0]
+        assert told == pytest.approx(norms, rel=1e-6)
+    assert all(torch.equal(a, b) for a, b in zip(weights, [p for _, own in stages for p in own], strict=True))
 
 
 def hurt(rank, kind):
-    """Stage 1's gradients hold inf; then those of both are known, by a session and by a scaler."""
+    """In the second step the gradients of stage 1 hold inf, and a session or a scaler tells it to all."""
     model, group = nn.Linear(2, 2, bias=False), torch.distributed.group.WORLD
     optimizer = optimizer_of("torch", model)
     if kind == "scaler":
@@ -77,7 +81,7 @@ def hurt(rank, kind):
         amp = hs.prepare(model, optimizer, level="O0", norm_group=group, skip_nonfinite=False)
         step, factor = amp.step, 1.0
     told = []
-    for value in (3.0 + rank, math.inf if rank else 1.0):
+    for value in (3.0 + rank, math.inf if rank == 1 else 1.0):
         model.weight.grad = torch.full_like(model.weight, value * factor)
         outcome = step()
         told.append((outcome.finite, outcome.grad_norm))
@@ -87,10 +91,12 @@ def hurt(rank, kind):
 
 
 @pytest.mark.parametrize("kind", ["scaler", "session"])
+@pytest.mark.parametrize("world", RANKS)
 @pytest.mark.filterwarnings("ignore:step \\d+. gradients of")
-def test_every_stage_is_told_the_norm_of_all(kind):
-    for told in run(hurt, 2, kind):
-        assert told == [(True, 10.0), (False, math.inf)]
+def test_every_stage_is_told_the_norm_of_all(world, kind):
+    norm = math.sqrt(sum(4 * (3.0 + rank) ** 2 for rank in range(world)))
+    for told in run(hurt, world, kind):
+        assert told == [(True, pytest.approx(norm)), (False, math.inf)]
 
 
 def test_what_is_no_group_of_stages_is_refused():

@@ -126,7 +126,7 @@ class Outcome:
         return self._step
 
     def device_value(self, name: str) -> Scalar:
-        """Return `taken`, `finite`, `scale`, `grad_norm` or `amax` as the step left it, unread."""
+        """Return `taken`, `finite`, `scale`, `grad_norm` or `amax`: unread as the step left it, else read."""
         return self._values[name]
 
     @property
@@ -136,7 +136,7 @@ class Outcome:
 
     def _read_one(self, name: str) -> Any:
         value = self._values[name]
-        waits = isinstance(value, Tensor) or self.on_host or self._record is not None
+        waits = isinstance(value, Tensor) or self.on_host
         return getattr(self.read(), name) if waits else value
 
     def start_copy(self) -> None:
@@ -173,6 +173,8 @@ class Outcome:
             if self._clips and taken and finite and norm == math.inf:
                 reason = reason or CLIPPED_TO_ZERO
             self._record = StepRecord(taken, finite, scale, norm, amax, reason, self._step)
+            self._values = {name: getattr(self._record, name) for name in values}
+            self._copy = None  # a history of outcomes keeps no memory of a device
             on_read, self._on_read = self._on_read, None
             if on_read is not None:
                 on_read(self._record)
@@ -187,9 +189,8 @@ class Outcome:
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle and copy as plain values."""
-        record = self.read()
-        values: dict[str, Scalar] = {name: getattr(record, name) for name in self._values}
-        return self.__dict__ | {"_values": values, "_on_read": None, "_copy": None}
+        self.read()
+        return self.__dict__
 
     def __repr__(self) -> str:
         """One sentence: `step 2: taken, grad norm 1.5e-05, loss scale 65536`; reads nothing off a device."""

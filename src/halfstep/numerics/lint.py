@@ -310,12 +310,13 @@ def _low_weights(optimizers: Iterable[torch.optim.Optimizer]) -> Iterable[Findin
             low = [p for p in group["params"] if p.dtype in LOW_DTYPES and p.requires_grad and not own]
             rate = group.get("initial_lr", group.get("lr"))  # a warm-up begins at 0
             steps = ((p, expected_step(p, group, float(rate))) for p in low if rate is not None)
-            coarse = [(p, too_coarse(p, step)[1]) for p, step in steps if step is not None]
-            still = [p for p, lost in coarse if 2 * int(lost.sum()) > lost.numel()]
+            pairs = ((p, step) for p, step in steps if step is not None)
+            lost = [(p, float(too_coarse(p, step)[1].float().mean())) for p, step in pairs]
+            still = [p for p, share in lost if share > 0.5]
             name, where = dtype_name(low[0].dtype) if low else "", f"{kind} group {number}"
             if still:  # each tensor by itself: a norm that stands still is a small share of its group
                 shapes = ", ".join(dict.fromkeys(str(list(p.shape)) for p in still[:4]))
-                text = f"{len(still)} of {len(coarse)} {name} tensors (shape {shapes}) are too coarse for a "
+                text = f"{len(still)} of {len(lost)} {name} tensors (shape {shapes}) are too coarse for a "
                 text += f"step of {rate:g}: most of their weights will not move"
                 yield Finding("learning rate", where, text, masters_cure(optimizer, group))
             elif low and group.get("master") != "stochastic":

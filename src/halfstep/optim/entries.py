@@ -155,13 +155,16 @@ def settle_master(entry: Entry, p: Tensor, kind: int, value: Tensor | None) -> N
             entry.pop("lacking" if wanted == "master" else "master", None)
             return
         value = known_value(entry, p) if wanted else None
+    held = entry.get(wanted) if wanted else None
     entry.pop("master", None)
     entry.pop("lacking", None)
-    if wanted == "master":
-        entry["master"] = torch.empty_like(p, dtype=torch.float32).copy_(p if value is None else value)
-    elif wanted:
-        entry["lacking"] = torch.empty_like(p, dtype=torch.int16)
-        if value is None:
+    if wanted:
+        dtype = torch.float32 if wanted == "master" else torch.int16
+        fits = _fits_master(held, wanted, p)
+        entry[wanted] = held if fits else torch.empty_like(p, dtype=dtype)
+        if wanted == "master":
+            entry["master"].copy_(p if value is None else value)
+        elif value is None:
             entry["lacking"].zero_()
     if value is not None:
         wide = value.to(p.device, torch.float32)

@@ -281,14 +281,12 @@ class Link(HasMasters):
     def widen(self) -> None:
         """Make every 16-bit gradient fp32, where the weight holds it, so that both sides see one tensor."""
         low = [w for w in self.pairs if w.grad is not None and w.grad.dtype in LOW]
-        dense = [cast(Tensor, w.grad) for w in low if not cast(Tensor, w.grad).is_sparse]
-        wide = [torch.empty_like(g, dtype=torch.float32) for g in dense]
-        if dense:
-            foreach_copy_(wide, dense)
-        rest = iter(wide)
-        for w in low:
-            grad = cast(Tensor, w.grad)
-            w.grad = grad.to(torch.float32) if grad.is_sparse else next(rest)
+        while low:  # a bounded part of the gradients is there twice, in 16 bits and in fp32
+            some, size = list[Tensor](), 0
+            while low and size < _AT_ONCE:
+                some.append(low.pop())
+                size += some[-1].numel()
+            _widen(some)
 
     @torch.no_grad()
     def write_back(self) -> None:
@@ -437,6 +435,21 @@ class Link(HasMasters):
         frozen = (p for p in parameters_of(self.optimizer) if p.dtype in LOW and not p.requires_grad)
         self.adopt({p: p.detach() for p in frozen if names.get(p) in held})
         return [] if saved is None else [(self.pairs[w], value) for w, value in self.matched(saved).items()]
+
+
+_AT_ONCE = 1 << 24
+"""Elements of gradients that one call widens: 64 MiB, or one tensor."""
+
+
+def _widen(weights: Sequence[Tensor]) -> None:
+    grads = [cast(Tensor, w.grad) for w in weights]
+    dense = [g for g in grads if not g.is_sparse]
+    wide = [torch.empty_like(g, dtype=torch.float32) for g in dense]
+    if dense:
+        foreach_copy_(wide, dense)
+    rest = iter(wide)
+    for w, grad in zip(weights, grads):
+        w.grad = grad.to(torch.float32) if grad.is_sparse else next(rest)
 
 
 def _is_place(name: str) -> bool:

@@ -153,8 +153,6 @@ def find_idle_steps(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[tup
 @torch.no_grad()
 def _count_idle(kind: Any, group: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> int:
     """Count the weights that two fused steps leave far from where plain ones move them."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return 0
     known = inspect.signature(kind.__init__).parameters.keys() - {*_HOW, "params", "lr"}
     options, moves = {key: value for key, value in group.items() if key in known}, list[Tensor]()
     for fused in (True, False):

@@ -247,6 +247,12 @@ class GradScaler(torchs.GradScaler):
         one_pass = getattr(optimizer, "one_pass", False) and not self._is_changed()
         if one_pass:
             result = self._one_pass_step(optimizer, args, kwargs)
+        elif not scale.is_cpu and any(g.is_cpu for g in gradients_of(optimizer)):
+            # torch's fused steps use their copy of the flag on the host before it has arrived
+            if row["stage"] is torchs.OptState.READY:
+                self.unscale_(optimizer)
+            result = self._maybe_opt_step(optimizer, row, *args, **kwargs)
+            row["stage"] = torchs.OptState.STEPPED
         else:
             with attributes_kept(optimizer):
                 result = super().step(optimizer, *args, **kwargs)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, cast
@@ -135,9 +135,9 @@ class Found:
         """The box of a tensor that was chosen."""
         return self.values[name]
 
-    def parts(self, name: str, *box: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
-        """The same, as the number of its first row and all of them."""
-        yield 0, self.values[name]
+    def fill(self, name: str, offsets: Sequence[int], shape: Sequence[int], target: Tensor) -> None:
+        """The same, written into a tensor."""
+        target.copy_(self.values[name])
 
     def dtype(self, name: str) -> torch.dtype:
         """Of a tensor that was read."""

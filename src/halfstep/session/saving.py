@@ -378,8 +378,7 @@ class _Saved:
 
     def fill(self, found: Found, target: Tensor) -> None:
         """Write the values into this rank's part of a tensor."""
-        for start, part in found.parts(self.name, *self.box):
-            (target[start : start + len(part)] if part.dim() else target).copy_(part)
+        found.fill(self.name, *self.box, target)
 
 
 class _State(NamedTuple):
@@ -463,7 +462,9 @@ def _fill(optimizer: torch.optim.Optimizer, state: _State, found: Found) -> None
                     one.fill(found, local_of(entry[what]))
             else:
                 entry.clear()  # its memory goes before another takes its place
-                read = {what: _laid_out(found.read(x.name, *x.box), local_of(p)) for what, x in late.items()}
+                read = {what: torch.empty_like(x.stand_in, device="cpu") for what, x in late.items()}
+                for what, target in read.items():
+                    late[what].fill(found, target)
                 optimizer._load_entry(p, group, place, {**saved, **read})
     else:
         for number, p in enumerate(parameters_of(optimizer)):
@@ -763,11 +764,14 @@ def _load_weights(session: Session, found: Found) -> None:
     links = [holder for holder in holders_of(session.optimizers) if not isinstance(holder, OnePassOptimizer)]
     for holder in links:
         known |= {id(p) for p in holder.masters()}
-    for p in dict.fromkeys(p for optimizer in session.optimizers for p in weights_of(optimizer)):
-        if id(p) not in names or not (keeper.knows(p) or id(p) in known):
-            continue
+    weights = dict.fromkeys(p for optimizer in session.optimizers for p in weights_of(optimizer))
+    weights = [p for p in weights if id(p) in names and (keeper.knows(p) or id(p) in known)]
+    room = torch.empty(max((local_of(p).numel() for p in weights), default=0), device="cpu")  # used again
+    for p in weights:
         known.add(id(p))
-        value = found.read(names[id(p)], *_box_of(p, found.wholes[names[id(p)]])).float()
+        box = _box_of(p, found.wholes[names[id(p)]])
+        value = room[: math.prod(box[1])].view(box[1])
+        found.fill(names[id(p)], *box, value)
         keeper.take(p, value)
         for holder in links:
             holder.seed_masters({p: value})

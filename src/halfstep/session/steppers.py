@@ -257,7 +257,10 @@ class TorchStepper(Stepper):
         return Update(True, False, norm)
 
     def _skips_on_device(self) -> bool:
-        """Whether a flag on the device can skip the step: torch's fused optimizers, of whole parameters."""
+        """Whether a flag on the device can skip the step: torch's fused optimizers, of whole parameters.
+
+        Where some lie on the host torch's copy of the flag is used there before it has arrived.
+        """
         if not takes_scale_and_flag(self.optimizer):
             return False
         state = self.optimizer.state
@@ -265,7 +268,7 @@ class TorchStepper(Stepper):
             for p in group["params"]:
                 # The first step of torch's fused SGD leaves momentum unwritten where it is skipped.
                 begins = group.get("momentum") and state.get(p, {}).get("momentum_buffer") is None
-                if p.grad is not None and (begins or local_of(p.grad) is not p.grad):
+                if p.grad is not None and (begins or p.grad.is_cpu or local_of(p.grad) is not p.grad):
                     return False
         return all(group.get("fused") for group in self.optimizer.param_groups)
 

@@ -57,6 +57,9 @@ def test_tune_measures_and_writes_its_plan(seconds: str, capsys: pytest.CaptureF
 
 
 @pytest.mark.exhaustive
+@pytest.mark.filterwarnings(
+    "ignore::halfstep.HalfstepWarning"
+)  # of O3, whose steps are too small for its weights
 def test_the_demo_trains_every_recipe_at_every_level(capsys: pytest.CaptureFixture[str]):
     asked = ("train", "demo", "--steps", "2", "--seeds", "1", "--time-limit", "3600")
     assert cli.main((*asked, "--device", "cuda")) == 0

@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,14 +17,20 @@ from tests import falsecuda
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "hs.AdamW": lambda p: hs.optim.AdamW(p, lr=1e-2),
+    "hs.AdamW 8bit": lambda p: hs.optim.AdamW(p, lr=1e-2, state_dtype="8bit"),
     "hs.SGD": lambda p: hs.optim.SGD(p, lr=1e-2, momentum=0.9),
+    "hs.Lion": lambda p: hs.optim.Lion(p, lr=1e-3),
     "fused AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2, eps=1e-4, fused=True),
     "fused SGD": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, fused=True),
     "foreach AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2, eps=1e-4, foreach=True),
+    "capturable AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2, eps=1e-4, capturable=True),
     "for-loop SGD": lambda p: torch.optim.SGD(p, lr=1e-2, foreach=False),
 }
-ON_A_CPU = {"fused SGD": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, foreach=False)}
-"""torch's fused SGD leaves 16-bit weights unmoved on a CPU (pytorch#191763)."""
+ON_A_CPU = {
+    "fused SGD": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, foreach=False),
+    "capturable AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2, eps=1e-4),
+}
+"""torch's fused SGD leaves 16-bit weights unmoved on a CPU (pytorch#191763); no CPU has capturable ones."""
 SCHEDULES: dict[str, Callable[[Any], Any]] = {
     "none": lambda o: None,
     "step": lambda o: torch.optim.lr_scheduler.StepLR(o, 1, 0.5),
@@ -49,6 +55,7 @@ class Program:
     networks: int
     on_the_host: bool
     resumed_at: int
+    """Which of all steps, those of each network counted, follows a save and a load; 0 where none does."""
     bad: frozenset[int]
     """Steps whose loss is infinite; none where a step is taken all the same."""
 
@@ -59,7 +66,7 @@ def programs(count: int) -> Iterator[Program]:
         level, dtype = numbers.choice(("O0", "O1", "O2", "O3")), numbers.choice(("bf16", "fp16"))
         scaled = dtype == "fp16" and level in ("O1", "O2")
         networks, optimizer = numbers.choice((1, 1, 2)), numbers.choice([*OPTIMIZERS])
-        host = networks == 1 and level in ("O0", "O1") and optimizer == "for-loop SGD"
+        host = networks == 1 and optimizer != "capturable AdamW"
         yield Program(
             level,
             "fp32" if level == "O0" else dtype,
@@ -69,8 +76,8 @@ def programs(count: int) -> Iterator[Program]:
             numbers.choice((1, 1, 3)),
             numbers.choice((None, 0.1, 1.0)),
             networks,
-            host and numbers.random() < 0.5,
-            numbers.choice((0, 2, 3)),
+            host and numbers.random() < 0.25,
+            numbers.choice((0, *range(1, STEPS * networks))),
             frozenset(numbers.sample(range(STEPS), 2)) if scaled else frozenset(),
         )
         count -= 1
@@ -107,71 +114,67 @@ def run(program: Program, device: str, look: bool, folder: Path) -> tuple[list[A
     x = torch.linspace(-2, 2, 24 * 12).reshape(24, 12).sin().to(device)
     y = (torch.arange(24) % 5).to(device)
     rates, outcomes = list[Any](), list[hs.Outcome]()
-    for step in range(STEPS):
-        if step and step == program.resumed_at:
-            known = [s for s in schedules if s is not None]
-            amp.save(folder, schedulers=known)
+    for turn in range(STEPS * program.networks):
+        step, which = divmod(turn, program.networks)
+        if turn and turn == program.resumed_at:
+            amp.save(folder, schedulers=[s for s in schedules if s is not None])
             nets, amp, schedules = built(program, device)
             amp.load(folder, schedulers=[s for s in schedules if s is not None])
-        for net, optimizer, schedule in zip(nets, amp.optimizers, schedules):
-            for part in range(program.micro_batches):
-                with amp.autocast():
-                    loss = F.cross_entropy(net(x[part::3]), y[part::3])
-                amp.backward(loss * float("inf") if step in program.bad else loss, optimizer)
-            outcome = amp.step(optimizer, clip_norm=program.clip_norm, scheduler=schedule)
-            rates.append(optimizer.param_groups[0]["lr"])
-            outcomes.append(outcome)
-            if look and step % 2 == 0:
-                assert outcome.grad_norm is not None
+        net, optimizer, schedule = nets[which], amp.optimizers[which], schedules[which]
+        for part in range(program.micro_batches):
+            with amp.autocast():
+                loss = F.cross_entropy(net(x[part::3]), y[part::3])
+            amp.backward(loss * float("inf") if step in program.bad else loss, optimizer)
+        outcome = amp.step(optimizer, clip_norm=program.clip_norm, scheduler=schedule)
+        rates.append(optimizer.param_groups[0]["lr"])
+        outcomes.append(outcome)
+        if look and step % 2 == 0:
+            assert outcome.grad_norm is not None
     records = [outcome.read() for outcome in outcomes]
     weights = [p.detach().cpu().float() for net in nets for p in net.parameters()]
     return rates, weights, [tuple(r.as_dict().items()) for r in records]
 
 
-def check(program: Program, tmp_path: Path) -> None:
-    runs = [
-        (speed, look, run(program, "cuda", look, tmp_path / f"{number}"))
-        for number, (speed, look) in enumerate(
-            [("when waited for", False), ("late", True), ("at once", False)]
-        )
-        if not falsecuda.set_arrival(speed)
-    ]
+def check(number: int, tmp_path: Path) -> None:
+    program = PROGRAMS[number]
+    unstopped = replace(program, resumed_at=0)
+    runs = []
+    for speed, looks, same in zip(falsecuda.ARRIVALS, (1, 2, 4), (unstopped, program, program)):
+        look = bool((number % 6 + 1) & looks)  # all three never together, nor none
+        with falsecuda.arrival(speed):
+            runs.append((speed, look, run(same, "cuda", look, tmp_path / speed)))
     for (_, _, (rates, weights, records)), (speed, look, other) in pairwise(runs):
         about = f"{program} with copies {speed}, read: {look}"
         assert other[0] == rates, about
         assert str(other[2]) == str(records), about
         assert all(map(torch.equal, other[1], weights)), about
     rates, weights, records = run(program, "cpu", False, tmp_path / "cpu")
-    device = runs[0][2]
+    device = runs[-1][2]
     assert device[0] == rates, program
     names = [(dict(r)["taken"], dict(r)["finite"], dict(r)["scale"]) for r in records]
     assert [(dict(r)["taken"], dict(r)["finite"], dict(r)["scale"]) for r in device[2]] == names, program
     first = [dict(r[2][0])["grad_norm"] for r in (device, (rates, weights, records))]
     assert first[0] == pytest.approx(first[1], rel=1e-2, abs=1e-6, nan_ok=True), program
     bound = 2e-3 if program.dtype == "fp32" else 8e-2
-    if program.level == "O3" and program.optimizer.endswith("AdamW"):
-        bound = 0.3  # whose 16-bit states turn the rounding of tiny gradients into whole steps
+    # torch's AdamW at O3 has 16-bit states, which turn the rounding of a few tiny gradients into whole steps.
+    coarse = program.level == "O3" and program.optimizer.endswith(" AdamW")
     for mine, theirs in zip(device[1], weights):
-        assert (mine - theirs).norm() <= bound * (theirs.norm() + 0.1), program
-
-
-@pytest.fixture(autouse=True)
-def _arrival_as_before() -> Iterator[None]:
-    with falsecuda.arrival("when waited for"):
-        yield
+        apart = (mine - theirs).abs().flatten().sort().values
+        kept = len(apart) * 3 // 4 if coarse else len(apart)
+        assert apart[:kept].norm() <= bound * (theirs.norm() + 0.1), program
 
 
 PROGRAMS = list(programs(200))
 
 
+NUMBERS = [
+    *range(8),
+    *(pytest.param(number, marks=pytest.mark.long) for number in range(8, 20)),
+    *(pytest.param(number, marks=pytest.mark.exhaustive) for number in range(20, 200)),
+]
+
+
 @pytest.mark.filterwarnings("ignore::halfstep.HalfstepWarning")
-@pytest.mark.parametrize("number", range(20))
+@pytest.mark.parametrize("number", NUMBERS)
 def test_a_random_program(number: int, tmp_path: Path):
-    check(PROGRAMS[number], tmp_path)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.filterwarnings("ignore::halfstep.HalfstepWarning")
-@pytest.mark.parametrize("number", range(20, 200))
-def test_another_random_program(number: int, tmp_path: Path):
-    check(PROGRAMS[number], tmp_path)
+    check(number, tmp_path)

@@ -56,7 +56,7 @@ def waits_of(step: Callable[[], object], steps: int = 2) -> list[str]:
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+@pytest.mark.parametrize("level", ["O1", "O2", pytest.param("O3", marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     "optimizer",
     [pytest.param(name, marks=pytest.mark.exhaustive if "states" in name else ()) for name in OPTIMIZERS],

@@ -46,7 +46,7 @@ def train(net, amp, schedule, steps: int, look: str = "", bad: frozenset[int] = 
     return rates, [p.detach().cpu() for p in net.parameters()], amp.skips
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("dtype", [pytest.param("bf16", marks=pytest.mark.long), "fp16"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_schedule_advances_in_its_step_whoever_looks(optimizer, dtype):
     bad = frozenset({1, 4}) if dtype == "fp16" else frozenset()
