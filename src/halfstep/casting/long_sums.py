@@ -123,14 +123,23 @@ def _uses_of_a_fractional_pool(x: Tensor, kernel: Sequence[int], size: Sequence[
     return _overlap([k * s for k, s in zip(kernel, size, strict=True)], x.shape[-len(size) :])
 
 
+def _uses_of_slices(x: Tensor, dim: int, size: int, step: int) -> int:
+    return _overlap([size], [step])
+
+
+def _uses_of_blocks(x: Tensor, *sizes: Sequence[int]) -> int:
+    """Of F.unfold and F.fold: sizes are those of the kernel, dilation, padding and stride, last."""
+    return _overlap(sizes[-4], sizes[-1])
+
+
 def _copies_of_an_edge(x: Tensor, padding: Sequence[int]) -> int:
     return math.prod(1 + max(pair) for pair in zip(padding[::2], padding[1::2], strict=True))
 
 
 _USES: Mapping[str, Callable[..., int]] = {
-    "unfold": lambda x, dim, size, step: _overlap([size], [step]),
-    "im2col": lambda x, kernel, dilation, padding, stride: _overlap(kernel, stride),
-    "col2im": lambda x, size, kernel, dilation, padding, stride: _overlap(kernel, stride),
+    "unfold": _uses_of_slices,
+    "im2col": _uses_of_blocks,
+    "col2im": _uses_of_blocks,
     **{f"{kind}_pool{n}d": _uses_of_a_pool for kind in ("avg", "max") for n in (1, 2, 3)},
     **{f"max_pool{n}d_with_indices": _uses_of_a_pool for n in (1, 2, 3)},
     **{f"adaptive_{kind}_pool{n}d": _uses_of_an_adaptive_pool for kind in ("avg", "max") for n in (1, 2, 3)},
