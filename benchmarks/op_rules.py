@@ -2,14 +2,21 @@
 
 Run: python benchmarks/op_rules.py. Writes op_rules.json, which the reasons in the op table cite.
 
-For one op and dtype, on the same 16-bit inputs:
-  keep   the op in 16 bits
+For one op and dtype, on the same inputs of 16 bits, parameters in 16 bits and in fp32:
+  keep   the op in 16 bits, as a region runs it under the rule KEEP
+  torch  the op in 16 bits, as torch runs it outside a region
   full   inputs cast to fp32, the op in fp32, the result left in fp32
   round  `full`, then its result cast back to 16 bits, as the next LOW op would do
-error is |result - float64 result| / mean |float64 result|, averaged; the same for the input gradient.
+error is |result - float64 result| / mean |float64 result|, averaged; the same for the gradient of every
+input and every parameter. Sums have 32, 4,096 and 65,536 terms; upstream gradients are positive, inputs of
+both signs and of one. What is written of an error or ratio is the worst of these cases.
 """
 
+import contextlib
+import functools
+import itertools
 import json
+import math
 import statistics
 import time
 import warnings
@@ -20,159 +27,234 @@ import torch.nn.functional as F
 from _machine import facts, result
 from torch import Tensor
 
+import halfstep as hs
+from halfstep.policy.ops import TABLES, Rule
+
 torch.set_num_threads(1)
-torch.manual_seed(0)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+LENGTHS = (32, 4096, 65536)
+WINDOWS = (32, 4096)
+"""Of ops whose work grows with the square of their windows."""
 PAIRS = 21
-
-
-def image(n: int = 8, c: int = 32, s: int = 32) -> Tensor:
-    return torch.randn(n, c, s, s) * 2 + 0.5
-
-
-def tokens(rows: int = 512, width: int = 768) -> Tensor:
-    return torch.randn(rows, width) * 2 + 0.5
-
-
-def affine(width: int) -> tuple[Tensor, Tensor]:
-    return torch.rand(width) + 0.5, torch.randn(width) * 0.1
-
-
-def both_16_bit(t: Tensor) -> Tensor:
-    """Round to values that bf16 and fp16 both hold, so that only the op's own error is seen."""
-    return t.to(torch.bfloat16).to(torch.float16).float()
-
-
-def same(x: Tensor, p: Tensor) -> Tensor:
-    return p.to(x.dtype)
-
-
-def weight(x: Tensor, p: Tensor) -> Tensor:
-    """Weights stay fp32 beside 16-bit inputs, as they do at O1."""
-    return p.double() if x.dtype == torch.float64 else p
-
-
-W768, B768 = affine(768)
-W32, B32 = affine(32)
-GRID = both_16_bit(torch.rand(8, 32, 32, 2) * 2 - 1)
-OTHER = both_16_bit(tokens())
-LABELS = (torch.arange(512 * 768).reshape(512, 768) % 2).float()
-OPS: dict[str, tuple[Callable[[Tensor], Tensor], Tensor]] = {
-    "layer_norm": (lambda x: F.layer_norm(x, (768,), weight(x, W768), weight(x, B768)), tokens()),
-    "rms_norm": (lambda x: F.rms_norm(x, (768,), weight(x, W768)), tokens()),
-    "group_norm": (lambda x: F.group_norm(x, 8, weight(x, W32), weight(x, B32)), image()),
-    "batch_norm": (lambda x: F.batch_norm(x, None, None, weight(x, W32), weight(x, B32), True), image()),
-    "instance_norm": (lambda x: F.instance_norm(x, None, None, weight(x, W32), weight(x, B32)), image()),
-    "softmax": (lambda x: F.softmax(x, -1), tokens(512, 1024)),
-    "log_softmax": (lambda x: F.log_softmax(x, -1), tokens(512, 1024)),
-    "max_pool": (lambda x: F.max_pool2d(x, 2), image()),
-    "avg_pool": (lambda x: F.avg_pool2d(x, 2), image()),
-    "adaptive_avg_pool": (lambda x: F.adaptive_avg_pool2d(x, 1), image()),
-    "upsample": (lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"), image(4, 16, 32)),
-    "pad": (lambda x: F.pad(x, (1, 1, 1, 1), mode="reflect"), image()),
-    "grid_sampler": (lambda x: F.grid_sample(x, same(x, GRID), align_corners=False), image()),
-    "max_pool3d": (lambda x: F.max_pool3d(x, 2), image(4, 16, 16).unflatten(1, (4, 4))),
-    "relu": (torch.relu, tokens()),
-    "gelu": (F.gelu, tokens()),
-    "sigmoid": (torch.sigmoid, tokens()),
-    "exp": (torch.exp, tokens()),
-    "sum": (lambda x: x.sum(0), tokens(4096, 256)),
-    "mean": (lambda x: x.mean(0), tokens(4096, 256)),
-    "sum_of_squares": (lambda x: (x * x).sum(0), tokens(65536, 16)),
-    "var": (lambda x: x.var(0), tokens(4096, 256) + 8),
-    "cumsum": (lambda x: x.cumsum(0), tokens(4096, 64)),
-    "logcumsumexp": (lambda x: x.logcumsumexp(0), tokens(1024, 64)),
-    "vecdot": (lambda x: torch.linalg.vecdot(x, same(x, OTHER)), tokens()),
-    "mse_loss": (lambda x: F.mse_loss(x, same(x, OTHER)), tokens()),
-    "sigmoid_then_bce": (lambda x: F.binary_cross_entropy(x.sigmoid(), same(x, LABELS)), tokens() * 2),
-    "bce_with_logits": (
-        lambda x: F.binary_cross_entropy_with_logits(x, same(x, LABELS)),
-        tokens() * 2,
-    ),
-    "norm": (lambda x: torch.linalg.vector_norm(x, dim=-1), tokens()),
-    "cross_entropy": (lambda x: F.cross_entropy(x, torch.arange(512) % 1024), tokens(512, 1024)),
+Tensors = dict[str, Tensor]
+Op = Callable[..., Tensor]
+Made = tuple[Op, Tensors]
+"""An op and the tensors that it takes by name: those of `PARAMETERS` are fp32 at level O1."""
+PARAMETERS = ("weight", "bias")
+REGION = {
+    word: hs.Policy(dtype).with_rules(
+        keep=[n for n, r in TABLES["halfstep"].items() if r.rule is not Rule.LOW]
+    )
+    for word, dtype in DTYPES.items()
 }
 
 
-def with_gradient(fn: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
-    x = x.detach().requires_grad_()
-    y = fn(x)
-    upstream = torch.linspace(-1, 1, y.numel(), dtype=torch.float64).reshape(y.shape).to(y.dtype)
+def values(*shape: int) -> Tensor:
+    return torch.randn(shape) * 2 + 0.5
+
+
+def rows(op: Op, names: str = "input", width: int = 16, plus: float = 0.0) -> Callable[[int], Made]:
+    """Sums over n rows; parameters are as wide as a row."""
+    return lambda n: (
+        op,
+        {k: values(*[width] if k in PARAMETERS else (n, width)) + plus for k in names.split()},
+    )
+
+
+def lines(op: Op, names: str = "input") -> Callable[[int], Made]:
+    """Sums of n terms along the last of two dimensions."""
+    return lambda n: (op, {name: values(4, n) for name in names.split()})
+
+
+def images(op: Op) -> Callable[[int], Made]:
+    """Sums of the n elements of a channel."""
+    return lambda n: (op, {"input": values(n // 32, 8, 4, 8), "weight": values(8), "bias": values(8)})
+
+
+def classes(x: Tensor) -> Tensor:
+    return torch.arange(len(x)) % x.shape[1]
+
+
+def labels(x: Tensor) -> Tensor:
+    return (torch.arange(x.numel()).reshape(x.shape) % 2).to(x.dtype)
+
+
+def sampled(n: int) -> Made:
+    """An image of which n points are read."""
+    op = functools.partial(F.grid_sample, align_corners=False)
+    return lambda input, grid: op(input, grid), {
+        "input": values(1, 4, 8, 8),
+        "grid": torch.rand(1, n, 1, 2) - 0.5,
+    }
+
+
+OPS: dict[str, Callable[[int], Made]] = {
+    "layer_norm": rows(
+        lambda input, weight, bias: F.layer_norm(input, weight.shape, weight, bias), "input weight bias"
+    ),
+    "rms_norm": rows(lambda input, weight: F.rms_norm(input, weight.shape, weight), "input weight"),
+    "group_norm": images(lambda input, weight, bias: F.group_norm(input, 4, weight, bias)),
+    "batch_norm": images(lambda input, weight, bias: F.batch_norm(input, None, None, weight, bias, True)),
+    "instance_norm": images(lambda input, weight, bias: F.instance_norm(input, None, None, weight, bias)),
+    "softmax": lines(lambda input: F.softmax(input, -1)),
+    "log_softmax": lines(lambda input: F.log_softmax(input, -1)),
+    "max_pool": lambda n: (lambda input: F.max_pool1d(input, n, 1), {"input": values(1, 4, 2 * n)}),
+    "max_pool3d": lambda n: (lambda input: F.max_pool3d(input, 2), {"input": values(1, 4, 4, 4, n)}),
+    "avg_pool": lambda n: (lambda input: F.avg_pool1d(input, n, 1), {"input": values(1, 4, 2 * n)}),
+    "adaptive_avg_pool": lambda n: (
+        lambda input: F.adaptive_avg_pool1d(input, 1),
+        {"input": values(1, 4, n)},
+    ),
+    "upsample": lambda n: (
+        lambda input: F.interpolate(input, 2 * n, mode="linear"),
+        {"input": values(1, 4, 2)},
+    ),
+    "pad": lambda n: (lambda input: F.pad(input, (n, 0), mode="replicate"), {"input": values(1, 4, 2)}),
+    "grid_sampler": sampled,
+    "relu": rows(torch.relu),
+    "gelu": rows(F.gelu),
+    "sigmoid": rows(torch.sigmoid),
+    "exp": rows(torch.exp),
+    "sum": rows(lambda input: input.sum(0)),
+    "mean": rows(lambda input: input.mean(0)),
+    "sum_of_squares": rows(lambda input: (input * input).sum(0)),
+    "var": rows(lambda input: input.var(0), plus=8.0),
+    "cumsum": rows(lambda input: input.cumsum(0)),
+    "logcumsumexp": rows(lambda input: input.logcumsumexp(0)),
+    "vecdot": lines(lambda input, other: torch.linalg.vecdot(input, other), "input other"),
+    "index_add": lambda n: (
+        lambda input, added: input.index_add(0, torch.zeros(n, dtype=torch.int32), added),
+        {"input": values(1, 16), "added": values(n, 16)},
+    ),
+    "mse_loss": rows(lambda input, other: F.mse_loss(input, other), "input other"),
+    "sigmoid_then_bce": rows(lambda input: F.binary_cross_entropy(input.sigmoid(), labels(input))),
+    "bce_with_logits": rows(lambda input: F.binary_cross_entropy_with_logits(input, labels(input))),
+    "norm": lines(lambda input: torch.linalg.vector_norm(input, dim=-1)),
+    "cross_entropy": rows(lambda input: F.cross_entropy(input, classes(input))),
+}
+SQUARE = ("max_pool", "avg_pool")
+
+
+def with_gradients(op: Op, tensors: Tensors) -> Tensors:
+    """The result, as "", and the gradient of each tensor by its name."""
+    leaves = {name: t.detach().requires_grad_() for name, t in tensors.items()}
+    y = op(**leaves)
+    generator = torch.Generator().manual_seed(1)
+    upstream = (torch.rand(y.shape, generator=generator) * 0.5 + 0.25).to(torch.bfloat16).to(y.dtype)
     y.backward(upstream)
-    return y.detach(), x.grad
+    return {"": y.detach(), **{name: t.grad for name, t in leaves.items()}}
 
 
-def error(got: Tensor, exact: Tensor) -> float:
-    return float((got.double() - exact).abs().mean() / exact.abs().mean())
+def errors(got: Tensors, exact: Tensors) -> dict[str, float]:
+    means = {k: e.abs().mean() for k, e in exact.items()}
+    return {
+        k: float((got[k].double() - e).abs().mean() / means[k]) for k, e in exact.items() if means[k] > 1e-12
+    }
 
 
-def as_full(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    return lambda x: fn(x.float())
+def kept(op: Op, word: str) -> Op:
+    def run(**tensors: Tensor) -> Tensor:
+        with hs.autocast("cpu", policy=REGION[word], kernels="native"):
+            return op(**tensors)
+
+    return run
 
 
-def as_round(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    return lambda x: fn(x.float()).to(x.dtype)
+def full(op: Op) -> Op:
+    return lambda **tensors: op(**{name: t.float() for name, t in tensors.items()})
 
 
-def saved_bytes(fn: Callable[[Tensor], Tensor], x: Tensor) -> int:
-    kept: dict[int, int] = {}
+def rounded(op: Op, word: str) -> Op:
+    return lambda **tensors: full(op)(**tensors).to(DTYPES[word])
+
+
+def gradients_rounded(found: Tensors, word: str) -> Tensors:
+    """Those of fp32 parameters are rounded once too, as a gradient of 16 bits is."""
+    return {k: t.to(DTYPES[word]) for k, t in found.items()}
+
+
+def saved_bytes(op: Op, tensors: Tensors) -> int:
+    saved: dict[int, int] = {}
 
     def pack(t: Tensor) -> Tensor:
-        kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        saved[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
         return t
 
-    x = x.detach().requires_grad_()
+    leaves = {name: t.detach().requires_grad_() for name, t in tensors.items()}
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        y = fn(x)
-    return sum(kept.values()) + y.untyped_storage().nbytes()
+        y = op(**leaves)
+    return sum(saved.values()) + y.untyped_storage().nbytes()
 
 
-def time_ratio(fn: Callable[[Tensor], Tensor], x: Tensor) -> float:
-    """Return time of keep / time of round, forward and backward, median over interleaved pairs."""
+def time_ratio(ours: Op, other: Op, tensors: Tensors) -> float:
+    """Return the ratio of their times, forward and backward, median over interleaved pairs."""
     ratios: list[float] = []
     for _ in range(PAIRS):
         spent = []
-        for way in (fn, as_round(fn)):
+        for op in (ours, other):
             start = time.perf_counter()
-            with_gradient(way, x)
+            with_gradients(op, tensors)
             spent.append(time.perf_counter() - start)
         ratios.append(spent[0] / spent[1])
     return statistics.median(ratios)
 
 
-def measure(fn: Callable[[Tensor], Tensor], x32: Tensor, dtype: torch.dtype) -> dict[str, float]:
-    x = x32.to(dtype)
-    exact, exact_grad = with_gradient(fn, x.double())
+def given(tensors: Tensors, dtype: torch.dtype, wide: bool, one_sign: bool) -> Tensors:
+    """Values that bf16 and fp16 both hold, so that only the op's own error is seen."""
+    held = {k: (t.abs() if one_sign else t).to(torch.bfloat16).to(torch.float16) for k, t in tensors.items()}
+    return {k: t.float() if wide and k in PARAMETERS else t.to(dtype) for k, t in held.items()}
+
+
+def measure(name: str, word: str) -> dict[str, float]:
+    """Errors, and ratios to those of `round`, each the worst of its cases; time and bytes of the longest."""
+    torch.manual_seed(0)
     row: dict[str, float] = {}
-    for word, way in (("keep", fn), ("full", as_full(fn)), ("round", as_round(fn))):
-        value, grad = with_gradient(way, x)
-        row[f"error_{word}"] = error(value, exact)
-        row[f"grad_error_{word}"] = error(grad, exact_grad)
-    row["keep_over_round"] = row["error_keep"] / max(row["error_round"], 1e-12)
-    row["keep_over_full"] = row["error_keep"] / max(row["error_full"], 1e-12)
-    row["grad_keep_over_round"] = row["grad_error_keep"] / max(row["grad_error_round"], 1e-12)
-    row["time_keep_over_round"] = time_ratio(fn, x)
-    row["bytes_keep_over_full"] = saved_bytes(fn, x) / saved_bytes(as_full(fn), x)
+
+    def note(key: str, value: float) -> None:
+        row[key] = max(row.get(key, 0.0), math.inf if math.isnan(value) else value)
+
+    op, tensors = OPS[name](LENGTHS[0])
+    for n, wide, one_sign in itertools.product(
+        WINDOWS if name in SQUARE else LENGTHS, (False, True), (False, True)
+    ):
+        if wide and not set(tensors) & set(PARAMETERS):
+            continue
+        op, tensors = OPS[name](n)
+        low = given(tensors, DTYPES[word], wide, one_sign)
+        exact = with_gradients(op, {k: t.double() for k, t in low.items()})
+        ways = {"keep": kept(op, word), "torch": op, "full": full(op), "round": rounded(op, word)}
+        found = {}
+        for way, run in ways.items():
+            with contextlib.suppress(RuntimeError):  # torch refuses some mixed dtypes
+                got = with_gradients(run, low)
+                found[way] = errors(gradients_rounded(got, word) if way == "round" else got, exact)
+        if "keep" not in found:
+            continue
+        for way, of in found.items():
+            for k, value in of.items():
+                key = f"grad_{way}" if k else way
+                note(f"{'grad_' if k else ''}error_{way}", value)
+                if way in ("keep", "torch"):
+                    note(f"{key}_over_round", value / max(found["round"][k], 1e-12))
+        note("keep_over_full", found["keep"][""] / max(found["full"][""], 1e-12))
+    row["time_keep_over_round"] = time_ratio(kept(op, word), rounded(op, word), low)
+    row["bytes_keep_over_full"] = saved_bytes(kept(op, word), low) / saved_bytes(full(op), low)
     return {key: float(f"{value:.3g}") for key, value in row.items()}
 
 
 def main() -> None:
     # rms_norm says that it leaves its fused kernel when the weight is fp32.
     warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
-    results = {
-        name: {word: measure(fn, x, dtype) for word, dtype in DTYPES.items()} for name, (fn, x) in OPS.items()
-    }
-    document = {
-        "pairs": PAIRS,
-        "ops": results,
-    }
+    results: dict[str, dict[str, dict[str, float]]] = {}
+    for name in OPS:
+        results[name] = {word: measure(name, word) for word in DTYPES}
+        for word, found in results[name].items():
+            keys = ("keep_over_round", "grad_keep_over_round", "torch_over_round", "grad_torch_over_round")
+            shown = "  ".join(f"{key} {found[key]:.3g}" for key in (*keys, "time_keep_over_round"))
+            print(f"{name:18} {word}  {shown}  bytes {found['bytes_keep_over_full']:.3g}", flush=True)
+    document = {"lengths": LENGTHS, "lengths_of_windows": WINDOWS, "pairs": PAIRS, "ops": results}
     text = json.dumps({"machine": facts(), **document}, indent=1)
     result("op_rules").write_text(text.replace("Infinity", "null").replace("NaN", "null") + "\n")
-    for name, row in results.items():
-        for word, values in row.items():
-            keys = ("keep_over_round", "keep_over_full", "grad_keep_over_round", "time_keep_over_round")
-            shown = "  ".join(f"{key} {values[key]:.3g}" for key in (*keys, "bytes_keep_over_full"))
-            print(f"{name:18} {word}  {shown}")
 
 
 if __name__ == "__main__":

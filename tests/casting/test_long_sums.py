@@ -171,6 +171,68 @@ def test_a_sparse_gradient_has_each_row_once():
     assert table.grad.to_dense()[:, 0].tolist() == [2736.0, 0.0, 2736.0, 0.0, 0.0]  # 2731 and 2730 in bf16
 
 
+OVERLAPS: dict[str, tuple[Callable[[Tensor], Tensor], tuple[int, ...]]] = {
+    "replicate 1": (lambda x: F.pad(x, (2048, 0), mode="replicate"), (1, 2, 4)),
+    "replicate 2": (lambda x: F.pad(x, (64, 0, 64, 0), mode="replicate"), (1, 2, 4, 4)),
+    "replicate 3": (lambda x: F.pad(x, (16, 0, 16, 0, 16, 0), mode="replicate"), (1, 2, 4, 4, 4)),
+    "F.fold": (lambda x: F.fold(x, (48, 48), (17, 17)), (1, 289, 1024)),
+    "F.unfold": (lambda x: F.unfold(x, (17, 17)), (1, 1, 48, 48)),
+    "unfold": (lambda x: x.unfold(1, 1024, 1), (1, 2048)),
+    "avg_pool1d": (lambda x: F.avg_pool1d(x, 1025, 1), (1, 1, 2049)),
+    "avg_pool2d": (lambda x: F.avg_pool2d(x, 33, 1), (1, 1, 64, 64)),
+    "lp_pool2d": (lambda x: F.lp_pool2d(x, 2, 33, 1), (1, 1, 64, 64)),
+    "max_pool1d": (lambda x: F.max_pool1d(x, 2049, 1), (1, 1, 4097)),
+    "max_pool2d": (lambda x: F.max_pool2d(x, 33, 1), (1, 1, 64, 64)),
+    "max_pool3d": (lambda x: F.max_pool3d(x, 9, 1), (1, 1, 17, 17, 17)),
+    "max_pool2d with indices": (lambda x: F.max_pool2d(x, 33, 1, return_indices=True)[0], (1, 1, 64, 64)),
+    "adaptive_max_pool2d": (lambda x: F.adaptive_max_pool2d(x, 64), (1, 1, 2, 2)),
+    "adaptive_avg_pool1d": (lambda x: F.adaptive_avg_pool1d(x, 4096), (1, 1, 4)),
+    "adaptive_avg_pool2d": (lambda x: F.adaptive_avg_pool2d(x, (64, 64)), (1, 1, 2, 2)),
+}
+
+
+@pytest.mark.parametrize("how", ["O1", "O3"])
+@pytest.mark.parametrize("name", OVERLAPS)
+def test_sums_where_windows_overlap_are_fp32(name, how):
+    """How long such a sum is, kernel sizes, strides and paddings say, not the shape of a tensor."""
+    f, shape = OVERLAPS[name]
+    torch.manual_seed(0)
+    x = (torch.rand(shape) + 0.25).to(BF16).requires_grad_()
+    run = region(how, BF16, f)
+    check(f, run, [x])
+    assert error(run(x).detach(), f(x.detach().double())) < 2 * ROUNDING[BF16]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("how", ["O1", "O3", "rounded"])
+@pytest.mark.parametrize("kind", ["RNN", "GRU", "LSTM"])
+def test_sums_over_the_steps_of_a_recurrent_layer_are_fp32(kind, how, packed):
+    torch.manual_seed(0)
+    layer = getattr(nn, kind)(2, 2)
+    weights = [p.detach().to(BF16) for p in layer.parameters()]
+
+    def f(x: Tensor, *weights: Tensor) -> Tensor:
+        named = dict(zip(dict(layer.named_parameters()), weights, strict=True))
+        given = nn.utils.rnn.pack_padded_sequence(x, [256, 200]) if packed else x
+        found = torch.func.functional_call(layer, named, (given,))[0]
+        return found.data if packed else found
+
+    for dtype in (BF16, FP16):
+        x = torch.rand(256, 2, 2).to(BF16)
+        check(f, region(how, dtype, f), [t.to(dtype) for t in (x, *weights)])
+
+
+def test_the_state_of_a_long_lstm_is_fp32():
+    x, state = torch.full((2048, 1, 1), 1.0), torch.zeros(1, 1, 1)
+    layer = nn.LSTM(1, 1)
+    with torch.no_grad():
+        for p in layer.parameters():
+            p.fill_(8.0)  # all gates open: the state counts
+        with hs.autocast("cpu", BF16):
+            counted = layer(x, (state, state))[1][1]
+    assert counted.item() == 2048
+
+
 FORWARD: dict[str, Callable[[Tensor], Tensor]] = {
     "index_put": lambda s: s.new_zeros(2, 4).index_put((INDEX * 0,), s, accumulate=True),
     "index_put_": lambda s: s.new_zeros(2, 4).index_put_((INDEX * 0,), s, accumulate=True),

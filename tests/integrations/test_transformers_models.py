@@ -146,3 +146,34 @@ def test_gradients_of_normalisations_and_tables_over_65536_rows(name, level):
     assert len(sums.right) >= 4
     for weight, right in sums.right.items():
         assert float((weight.grad.double() - right).norm() / right.norm()) < 1e-2
+
+
+def trained_gpt2(level: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Weights of normalisations in fp32, before and after 60 steps of SGD on a made-up text."""
+    torch.manual_seed(0)
+    widths = {"vocab_size": 64, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 2}
+    drops = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**widths, **drops))
+    before = {n: p.detach().clone() for n, p in model.named_parameters() if "ln_" in n}
+    optimizer = hs.optim.SGD(model.parameters(), lr=0.02)
+    amp = hs.prepare(model, optimizer, level=level, dtype=None if level == "O0" else "bf16")
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(60):
+        tokens = [torch.randint(0, 64, (32,), generator=generator)]
+        for _ in range(63):
+            tokens.append((tokens[-1] * 5 + 1) % 64)
+        index = torch.stack(tokens, 1)
+        with amp.autocast():
+            loss = model(input_ids=index, labels=index).loss
+        amp.backward(loss)
+        amp.step()
+    after = hs.optim.fp32_state_dict(model, optimizer)
+    return before, {n: after[n] for n in before}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_norms_of_gpt2_move_as_in_fp32(level):
+    start, right = trained_gpt2("O0")
+    for name, got in trained_gpt2(level)[1].items():
+        assert float((got - right[name]).norm() / (right[name] - start[name]).norm()) < 0.02, name

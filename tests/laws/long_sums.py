@@ -1,9 +1,10 @@
 """The property of law 18: how far an op's output and gradients are from fp64's as its sums grow longer.
 
 Cases come from torch's own lists of ops and modules (OpInfo, ModuleInfo), which no list of ours limits. A
-sample is made longer by tiling one of its dimensions, in one tensor or wherever its size occurs; what the op
-then refuses is no case. Values and upstream gradients are positive, so that sums are of one sign: errors are
-those of rounding, and of an accumulator that stops growing.
+sample is made longer by tiling one of its dimensions, in one tensor or wherever its size occurs, or by
+enlarging a number among its arguments, such as the size of a window; what the op then refuses is no case.
+Values and upstream gradients are positive, so that sums are of one sign: errors are those of rounding, and
+of an accumulator that stops growing.
 """
 
 from __future__ import annotations
@@ -25,13 +26,17 @@ from torch.utils import _pytree as pytree
 
 SHORT = 32
 MOST = 2**17  # elements of one tensor of a case with sums of 4,096
+MOST_OUTPUTS = 256  # of an op that splits a tensor, which has no sum
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 Call = Callable[..., Any]
 
 
 @dataclass(frozen=True)
 class Case:
-    """A call and its arguments, of which a dimension of `size` can be longer: in all tensors, or in one."""
+    """A call and its arguments, of which a dimension of `size` can be longer: in all tensors, or in one.
+
+    Or the integer `number[0]` is larger, over the last `number[1]` dimensions of the first tensor.
+    """
 
     name: str
     call: Call
@@ -39,6 +44,7 @@ class Case:
     size: int
     place: tuple[int, int] | None = None  # tensor and dimension
     parameters: int | None = None  # so many of the first tensors are weights; of an op, all but the first
+    number: tuple[int, int] | None = None
 
     def is_weight(self, number: int) -> bool:
         """Whether the tensor of this number is fp32 at O1."""
@@ -46,9 +52,13 @@ class Case:
 
     def long(self, n: int) -> Any:
         """The arguments with sums of about n terms; ValueError where they are too large."""
-        times, numbers = max(1, n // self.size), itertools.count()
+        times, numbers, integers = max(1, n // self.size), itertools.count(), itertools.count()
+        which, over = self.number or (None, 0)
+        size = round(n ** (1 / max(1, over)))
 
         def grow(leaf: Any) -> Any:
+            if type(leaf) is int and next(integers) == which:
+                return size
             if not isinstance(leaf, Tensor):
                 return leaf
             number = next(numbers)
@@ -56,6 +66,10 @@ class Case:
             if self.place is not None:
                 dims = [self.place[1]] if number == self.place[0] else []
             repeats = [times if d in dims else 1 for d in range(leaf.dim())]
+            if self.number is not None:
+                wide = range(leaf.dim() - over, leaf.dim()) if number == (self.parameters or 0) else ()
+                repeats = [-(-2 * size // s) if d in wide else 1 for d, s in enumerate(leaf.shape)]
+                dims = [*wide]
             if leaf.numel() * math.prod(repeats) > MOST * max(1, n // 4096):
                 raise ValueError("too large")
             return leaf.repeat(repeats) if dims else leaf
@@ -83,6 +97,15 @@ def cases(name: str, call: Call, *args: Any, parameters: int | None = None, **kw
         for d, s in enumerate(t.shape):
             if s:
                 yield Case(f"{name}, tensor {i} dimension {d}", call, arguments, s, (i, d), parameters)
+
+
+def cases_of_numbers(name: str, call: Call, *args: Any, **kwargs: Any) -> Iterator[Case]:
+    """All ways to enlarge a number of a sample, alone or over dimensions of the first tensor."""
+    arguments: Any = pytree.tree_map(positive, (args, kwargs))
+    integers = [i for i in pytree.tree_leaves(arguments) if type(i) is int]
+    for which, over in itertools.product(range(len(integers)), (0, 1, 2)):
+        word = f"{name}, number {which} over {over} dimensions"
+        yield Case(word, call, arguments, 1, number=(which, over))
 
 
 class Found(NamedTuple):
@@ -186,7 +209,8 @@ class Long:
     def __init__(self, case: Case, n: int) -> None:
         self.case, self.arguments = case, case.long(n)
         self.right = run(case, self.arguments)
-        if sum(t.numel() for t in self.right.outputs) > 4 * MOST * max(1, n // 4096):
+        total = sum(t.numel() for t in self.right.outputs)
+        if len(self.right.outputs) > MOST_OUTPUTS or total > 4 * MOST * max(1, n // 4096):
             raise ValueError("too large")
 
     @functools.cached_property
@@ -217,8 +241,10 @@ class Long:
         return [Growth(*numbers) for numbers in zip(shorts, longs, moved, strict=True)]
 
 
-def op_cases(share: int = 1, samples: int = 2, each: int = 5) -> Iterator[tuple[str, list[Case]]]:
-    """Cases of each differentiable op, or of one op in `share`, by its name."""
+def op_cases(
+    share: int = 1, samples: int = 2, each: int = 5, numbers: bool = False
+) -> Iterator[tuple[str, list[Case]]]:
+    """Cases of each differentiable op, or of one op in `share`, by its name; `numbers`: enlarged ones too."""
     for info in op_db:
         if not info.supports_autograd or zlib.crc32(info.full_name.encode()) % share:
             continue
@@ -228,6 +254,10 @@ def op_cases(share: int = 1, samples: int = 2, each: int = 5) -> Iterator[tuple[
             for sample in itertools.islice(info.sample_inputs("cpu", FP32, requires_grad=False), samples):
                 made = cases(info.full_name, info.op, sample.input, *sample.args, **sample.kwargs)
                 found += itertools.islice(made, each)
+            for sample in itertools.islice(info.sample_inputs("cpu", FP32, requires_grad=False), 8 * numbers):
+                found += cases_of_numbers(
+                    info.full_name, info.op, sample.input, *sample.args, **sample.kwargs
+                )
         yield info.full_name, found
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -20,7 +20,7 @@ from halfstep.casting.kernel_runners import PLAIN, tensors_of
 from halfstep.casting.kinds.convolution import sums_in_fp32
 from halfstep.casting.kinds.kind import Grads
 from halfstep.casting.saved_low import SavedLow
-from halfstep.policy.op_tables import CONVOLUTIONS, sums_in_16_bits
+from halfstep.policy.op_tables import CONVOLUTIONS, RECURRENT, WINDOWS, sums_in_16_bits
 from halfstep.torch_private import functorch_level, in_forward_ad, is_jit_tracing, not_compiled
 
 Call = Callable[..., Any]
@@ -29,11 +29,15 @@ LOW = frozenset({torch.float16, torch.bfloat16})
 #: Elements of a block of rows that backward widens at a time: 1 MiB in fp32, which stays in a core's cache.
 #: Measured from 2^16 to 2^20; a whole copy of 32 MiB or more costs up to seven times the kernel it serves.
 _BLOCK = 2**18
+#: So many terms lose little in 16 bits: pools of usual windows stay in their own kernels.
+_FEW = 16
 _aten = torch.ops.aten
 
 
 def with_fp32_sums(name: str, device_type: str, call: Call) -> Call:
     """Return what runs an op (by its name in op tables) with fp32 sums; `call` itself where that adds so."""
+    if name in RECURRENT.split():
+        return functools.partial(_recurrent, name == "lstm", call) if device_type != "cuda" else call
     if name not in sums_in_16_bits(device_type):
         return call
     return functools.partial(_SUMS.get(name, _in_place if name.endswith("_") else widened), call)
@@ -99,6 +103,61 @@ def _scattered(run: Callable[..., Any], call: Call, x: Tensor, *args: Any, **kwa
     return call(x, *args, **kwargs) if is_right else run(call, x, *args, **kwargs)
 
 
+# --- windows -----------------------------------------------------------------------------------------------
+
+
+def _overlap(sizes: Sequence[int], steps: Sequence[int] = ()) -> int:
+    """How many windows of these sizes, so many steps apart, hold the same element."""
+    return math.prod(-(-size // step) for size, step in zip(sizes, steps or sizes, strict=True))
+
+
+def _uses_of_a_pool(x: Tensor, kernel: Sequence[int], stride: Sequence[int] = (), *rest: Any) -> int:
+    return _overlap(kernel, stride)
+
+
+def _uses_of_an_adaptive_pool(x: Tensor, size: Sequence[int]) -> int:
+    return _overlap(size, x.shape[-len(size) :])
+
+
+def _uses_of_a_fractional_pool(x: Tensor, kernel: Sequence[int], size: Sequence[int], *rest: Any) -> int:
+    return _overlap([k * s for k, s in zip(kernel, size, strict=True)], x.shape[-len(size) :])
+
+
+def _uses_of_slices(x: Tensor, dim: int, size: int, step: int) -> int:
+    return _overlap([size], [step])
+
+
+def _uses_of_blocks(x: Tensor, *sizes: Sequence[int]) -> int:
+    """Of F.unfold and F.fold: sizes are those of the kernel, dilation, padding and stride, last."""
+    return _overlap(sizes[-4], sizes[-1])
+
+
+def _copies_of_an_edge(x: Tensor, padding: Sequence[int]) -> int:
+    return math.prod(1 + max(pair) for pair in zip(padding[::2], padding[1::2], strict=True))
+
+
+_USES: Mapping[str, Callable[..., int]] = {
+    "unfold": _uses_of_slices,
+    "im2col": _uses_of_blocks,
+    "col2im": _uses_of_blocks,
+    **{f"{kind}_pool{n}d": _uses_of_a_pool for kind in ("avg", "max") for n in (1, 2, 3)},
+    **{f"max_pool{n}d_with_indices": _uses_of_a_pool for n in (1, 2, 3)},
+    **{f"adaptive_{kind}_pool{n}d": _uses_of_an_adaptive_pool for kind in ("avg", "max") for n in (1, 2, 3)},
+    **{f"fractional_max_pool{n}d": _uses_of_a_fractional_pool for n in (2, 3)},
+    **{f"replication_pad{n}d": _copies_of_an_edge for n in (1, 2, 3)},
+}
+"""By op: how often it takes the same element, or adds to it."""
+
+
+def _windowed(name: str, call: Call, x: Tensor, *args: Any) -> Any:
+    """Run an op on fp32 copies where windows overlap so far that a sum of 16 bits would be long."""
+    adds = _is_low(x) if name == "col2im" else _trains(x)
+    return widened(call, x, *args) if adds and _USES[name](x, *args) > _FEW else call(x, *args)
+
+
+# --- convolutions and ops in place -------------------------------------------------------------------------
+
+
 def _convolved(call: Call, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Run a convolution on fp32 copies where torch has no kernel of its dtype that sums a batch in fp32.
 
@@ -106,6 +165,26 @@ def _convolved(call: Call, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     """
     is_right = not _is_low(x) or functorch_level() is not None or sums_in_fp32(x.dtype)
     return call(x, *args, **kwargs) if is_right else widened(call, x, *args, **kwargs)
+
+
+#: A state of bf16 that grows by equal steps stops at 256 of them.
+_STEPS = 128
+
+
+def _recurrent(has_cell: bool, call: Call, x: Tensor, second: Any, *args: Any) -> Any:
+    """Run a recurrent layer on fp32 copies where its sums over steps are long.
+
+    Those are the gradients of its weights, but for oneDNN's LSTM of bf16, and the state of an LSTM's cell.
+    """
+    if not _is_low(x):
+        return call(x, second, *args)
+    is_packed = isinstance(second, Tensor) and not second.is_floating_point()
+    steps = len(second) if is_packed else x.shape[int(args[-1])]  # the last argument: batches first
+    weights = args[1] if is_packed else args[0]
+    is_right = has_cell and x.dtype is torch.bfloat16 and x.device.type == "cpu" and sums_in_fp32(x.dtype)
+    adds = not is_right and steps > _FEW and _trains(x, *weights)
+    is_long = adds or (has_cell and steps > _STEPS)
+    return widened(call, x, second, *args) if is_long else call(x, second, *args)
 
 
 def _in_place(call: Call, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -396,6 +475,7 @@ _SUMS: Mapping[str, Callable[..., Any]] = {
     **dict.fromkeys(("gather", "scatter_add", "scatter_reduce"), functools.partial(_scattered, widened)),
     **dict.fromkeys(("scatter_add_", "scatter_reduce_"), functools.partial(_scattered, _in_place)),
     **dict.fromkeys(CONVOLUTIONS.split(), _convolved),
+    **{name: functools.partial(_windowed, name) for name in WINDOWS.split()},
     "index_add": functools.partial(_index_added, widened),
     "index_add_": functools.partial(_index_added, _in_place),
 }
