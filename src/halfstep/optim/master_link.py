@@ -351,9 +351,9 @@ class Link(HasMasters):
     @torch.no_grad()
     def seed_masters(self, values: Mapping[Tensor, Tensor]) -> None:
         """Set masters to `values` by weight, and round these into the weights."""
-        for w, master in self.pairs.items():
-            if w in values:
-                master.copy_(values[w])
+        for w, value in values.items():
+            if (master := self.pairs.get(w)) is not None:
+                master.copy_(value)
                 master.write()
 
     def matched(self, state: Mapping[str, Tensor]) -> dict[Tensor, Tensor]:

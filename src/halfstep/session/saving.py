@@ -55,6 +55,9 @@ _OWN = (".optimizer.", ".rank.", ".rest.")
 _OWN_IN_FORMAT_1 = ("optimizer.", "rank.", "rest.")
 _DERIVED = {"master", "lacking", "weight", KEPT}
 
+#: A tensor of a model: its name in the file, the tensor, and the parameter that it is.
+_Named = tuple[str, Tensor, Tensor | None]
+
 
 @dataclass(frozen=True)
 class Loaded:
@@ -79,8 +82,9 @@ def _masters(session: Session) -> dict[int, Tensor | Callable[[Any], Tensor]]:
     return found
 
 
-def _tensors(session: Session) -> Iterator[tuple[str, Tensor, Tensor | None]]:
+def _tensors(session: Session) -> list[_Named]:
     """Every weight and buffer, by name in the file; and the parameter that it is."""
+    found = list[_Named]()
     for index, model in enumerate(session.models):
         prefix = f"{index}." if len(session.models) > 1 else ""
         by_key = dict(model.named_parameters(remove_duplicate=False))
@@ -88,17 +92,18 @@ def _tensors(session: Session) -> Iterator[tuple[str, Tensor, Tensor | None]]:
         short = fqns(state)
         for key, value in state.items():
             if isinstance(value, Tensor):
-                yield prefix + short[key], value, by_key.get(key)
+                found.append((prefix + short[key], value, by_key.get(key)))
+    return found
 
 
-def _names(session: Session) -> dict[int, str]:
+def _names(tensors: Sequence[_Named]) -> dict[int, str]:
     """The name in the file of every parameter of the models, by id; of a tied one the first."""
-    return {id(p): name for name, _, p in reversed([*_tensors(session)]) if p is not None}
+    return {id(p): name for name, _, p in reversed(tensors) if p is not None}
 
 
-def optimizer_names(session: Session) -> list[list[str]]:
+def optimizer_names(session: Session, tensors: Sequence[_Named] | None = None) -> list[list[str]]:
     """The names of each optimizer's parameters, in their order; group and place where no model has one."""
-    names = _names(session)
+    names = _names(_tensors(session) if tensors is None else tensors)
     return [
         [
             names.get(id(weight_of(p)), f"{number}.{place}")
@@ -396,6 +401,7 @@ class _State(NamedTuple):
 class _Content(NamedTuple):
     """What a checkpoint holds for this rank, checked; weights and large states are still in the files."""
 
+    tensors: Sequence[_Named]
     rest: Mapping[str, Any]
     optimizers: list[_State]
     rank: Mapping[str, Any] | None
@@ -429,7 +435,7 @@ def _load(self: Session, manifest: Mapping[str, Any], found: Found, schedulers: 
     try:
         for optimizer, state in zip(self.optimizers, content.optimizers):
             _fill(optimizer, state, found)
-        _load_weights(self, found)
+        _load_weights(self, found, content.tensors)
     except Exception as raised:
         error, wrong = raised, (str(raised).splitlines() or [type(raised).__name__])[0]
     for text in filter(None, gather(wrong, self.group)):
@@ -535,8 +541,9 @@ def _undone_on_error(session: Session, schedulers: Sequence[Any]) -> Generator[N
 
 def _read(session: Session, manifest: Mapping[str, Any], found: Found, schedulers: Sequence[Any]) -> _Content:
     """Read and check all that a checkpoint holds, but for the weights' values, and change nothing."""
-    _check(session, manifest, found, schedulers)
-    used = set[str]()
+    tensors, used = _tensors(session), set[str]()
+    names_here = optimizer_names(session, tensors)
+    _check(session, manifest, found, schedulers, tensors, names_here)
 
     def read(name: str, *box: Sequence[int]) -> Tensor:
         used.add(name)
@@ -549,7 +556,7 @@ def _read(session: Session, manifest: Mapping[str, Any], found: Found, scheduler
         if type(scheduler).__module__.startswith("torch."):  # what others keep is theirs to change
             _check_options(f"scheduler {number}", state, scheduler.state_dict(), whole=True)
     states = list[_State]()
-    for optimizer, names, saved in zip(session.optimizers, optimizer_names(session), manifest["optimizers"]):
+    for optimizer, names, saved in zip(session.optimizers, names_here, manifest["optimizers"]):
         states.append(_read_optimizer(optimizer, names, saved, found, used))
     private = (".optimizer.", ".rest.") if manifest["format"] != 1 else ("optimizer.", "rest.")
     if unused := [name for name in found.wholes if name.startswith(private) and name not in used]:
@@ -558,9 +565,9 @@ def _read(session: Session, manifest: Mapping[str, Any], found: Found, scheduler
             f"{unused[0]!r}",
             damaged=True,
         )
-    for name, value, _ in _tensors(session):
+    for name, value, _ in tensors:
         found.check(name, *_box_of(value, found.wholes[name]))
-    return _Content(rest, states, _rank_content(session, manifest, found))
+    return _Content(tensors, rest, states, _rank_content(session, manifest, found))
 
 
 def _rank_content(session: Session, manifest: Mapping[str, Any], found: Found) -> Mapping[str, Any] | None:
@@ -612,18 +619,25 @@ def _kind_of(value: Any) -> str:
     return next((kind for kind, types in kinds.items() if isinstance(value, types)), type(value).__name__)
 
 
-def _check(session: Session, manifest: Mapping[str, Any], found: Found, schedulers: Sequence[Any]) -> None:
+def _check(
+    session: Session,
+    manifest: Mapping[str, Any],
+    found: Found,
+    schedulers: Sequence[Any],
+    tensors: Sequence[_Named],
+    names_here: Sequence[Sequence[str]],
+) -> None:
     """Raise CheckpointError before anything is changed."""
     own = _OWN_IN_FORMAT_1 if manifest["format"] == 1 else _OWN
     saved = {n: list(shape) for n, shape in found.wholes.items() if not n.startswith(own)}
-    checkpoint.check_shapes(saved, {name: list(t.shape) for name, t, _ in _tensors(session)})
+    checkpoint.check_shapes(saved, {name: list(t.shape) for name, t, _ in tensors})
     algorithms = [one["algorithm"] for one in manifest["optimizers"]]
     here = [checkpoint.algorithm_of(o) for o in session.optimizers]
     if algorithms != here:
         raise CheckpointError(
             f"the checkpoint is of other optimizers: {algorithms} saved it, here are {here}"
         )
-    for optimizer, names, saved in zip(session.optimizers, optimizer_names(session), manifest["optimizers"]):
+    for optimizer, names, saved in zip(session.optimizers, names_here, manifest["optimizers"]):
         sources = _match_groups(optimizer, names, saved)
         if schedulers and sources != sorted(sources):
             raise CheckpointError(
@@ -759,8 +773,8 @@ def _groups_of(names: Sequence[str], sizes: Sequence[int]) -> list[frozenset[str
 
 
 @torch.no_grad()
-def _load_weights(session: Session, found: Found) -> None:
-    names, known, keeper = _names(session), set[int](), OwnMasters(session.optimizers)
+def _load_weights(session: Session, found: Found, tensors: Sequence[_Named]) -> None:
+    names, known, keeper = _names(tensors), set[int](), OwnMasters(session.optimizers)
     links = [holder for holder in holders_of(session.optimizers) if not isinstance(holder, OnePassOptimizer)]
     for holder in links:
         known |= {id(p) for p in holder.masters()}
@@ -775,7 +789,7 @@ def _load_weights(session: Session, found: Found) -> None:
         keeper.take(p, value)
         for holder in links:
             holder.seed_masters({p: value})
-    for name, value, p in _tensors(session):
+    for name, value, p in tensors:
         if id(p) not in known:
             _Saved(name, _box_of(value, found.wholes[name]), value).fill(found, local_of(value))
 
