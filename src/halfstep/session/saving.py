@@ -54,9 +54,7 @@ if TYPE_CHECKING:
 _OWN = (".optimizer.", ".rank.", ".rest.")
 _OWN_IN_FORMAT_1 = ("optimizer.", "rank.", "rest.")
 _DERIVED = {"master", "lacking", "weight", KEPT}
-
-#: A tensor of a model: its name in the file, the tensor, and the parameter that it is.
-_Named = tuple[str, Tensor, Tensor | None]
+_Named = tuple[str, Tensor, Tensor | None]  # its name in the file, a tensor, and the parameter that it is
 
 
 @dataclass(frozen=True)
@@ -82,9 +80,8 @@ def _masters(session: Session) -> dict[int, Tensor | Callable[[Any], Tensor]]:
     return found
 
 
-def _tensors(session: Session) -> list[_Named]:
+def _tensors(session: Session) -> Iterator[_Named]:
     """Every weight and buffer, by name in the file; and the parameter that it is."""
-    found = list[_Named]()
     for index, model in enumerate(session.models):
         prefix = f"{index}." if len(session.models) > 1 else ""
         by_key = dict(model.named_parameters(remove_duplicate=False))
@@ -92,18 +89,17 @@ def _tensors(session: Session) -> list[_Named]:
         short = fqns(state)
         for key, value in state.items():
             if isinstance(value, Tensor):
-                found.append((prefix + short[key], value, by_key.get(key)))
-    return found
+                yield prefix + short[key], value, by_key.get(key)
 
 
-def _names(tensors: Sequence[_Named]) -> dict[int, str]:
+def _names(tensors: list[_Named]) -> dict[int, str]:
     """The name in the file of every parameter of the models, by id; of a tied one the first."""
     return {id(p): name for name, _, p in reversed(tensors) if p is not None}
 
 
-def optimizer_names(session: Session, tensors: Sequence[_Named] | None = None) -> list[list[str]]:
+def optimizer_names(session: Session, tensors: list[_Named] | None = None) -> list[list[str]]:
     """The names of each optimizer's parameters, in their order; group and place where no model has one."""
-    names = _names(_tensors(session) if tensors is None else tensors)
+    names = _names([*_tensors(session)] if tensors is None else tensors)
     return [
         [
             names.get(id(weight_of(p)), f"{number}.{place}")
@@ -401,7 +397,7 @@ class _State(NamedTuple):
 class _Content(NamedTuple):
     """What a checkpoint holds for this rank, checked; weights and large states are still in the files."""
 
-    tensors: Sequence[_Named]
+    tensors: list[_Named]
     rest: Mapping[str, Any]
     optimizers: list[_State]
     rank: Mapping[str, Any] | None
@@ -541,9 +537,8 @@ def _undone_on_error(session: Session, schedulers: Sequence[Any]) -> Generator[N
 
 def _read(session: Session, manifest: Mapping[str, Any], found: Found, schedulers: Sequence[Any]) -> _Content:
     """Read and check all that a checkpoint holds, but for the weights' values, and change nothing."""
-    tensors, used = _tensors(session), set[str]()
-    names_here = optimizer_names(session, tensors)
-    _check(session, manifest, found, schedulers, tensors, names_here)
+    tensors, used = [*_tensors(session)], set[str]()
+    _check(session, manifest, found, schedulers, tensors)
 
     def read(name: str, *box: Sequence[int]) -> Tensor:
         used.add(name)
@@ -556,7 +551,8 @@ def _read(session: Session, manifest: Mapping[str, Any], found: Found, scheduler
         if type(scheduler).__module__.startswith("torch."):  # what others keep is theirs to change
             _check_options(f"scheduler {number}", state, scheduler.state_dict(), whole=True)
     states = list[_State]()
-    for optimizer, names, saved in zip(session.optimizers, names_here, manifest["optimizers"]):
+    here = optimizer_names(session, tensors)
+    for optimizer, names, saved in zip(session.optimizers, here, manifest["optimizers"]):
         states.append(_read_optimizer(optimizer, names, saved, found, used))
     private = (".optimizer.", ".rest.") if manifest["format"] != 1 else ("optimizer.", "rest.")
     if unused := [name for name in found.wholes if name.startswith(private) and name not in used]:
@@ -624,20 +620,18 @@ def _check(
     manifest: Mapping[str, Any],
     found: Found,
     schedulers: Sequence[Any],
-    tensors: Sequence[_Named],
-    names_here: Sequence[Sequence[str]],
+    named: list[_Named],
 ) -> None:
     """Raise CheckpointError before anything is changed."""
     own = _OWN_IN_FORMAT_1 if manifest["format"] == 1 else _OWN
     saved = {n: list(shape) for n, shape in found.wholes.items() if not n.startswith(own)}
-    checkpoint.check_shapes(saved, {name: list(t.shape) for name, t, _ in tensors})
-    algorithms = [one["algorithm"] for one in manifest["optimizers"]]
-    here = [checkpoint.algorithm_of(o) for o in session.optimizers]
-    if algorithms != here:
-        raise CheckpointError(
-            f"the checkpoint is of other optimizers: {algorithms} saved it, here are {here}"
-        )
-    for optimizer, names, saved in zip(session.optimizers, names_here, manifest["optimizers"]):
+    checkpoint.check_shapes(saved, {name: list(t.shape) for name, t, _ in named})
+    theirs = [one["algorithm"] for one in manifest["optimizers"]]
+    ours = [checkpoint.algorithm_of(o) for o in session.optimizers]
+    if theirs != ours:
+        raise CheckpointError(f"the checkpoint is of other optimizers: {theirs} saved it, here are {ours}")
+    here = optimizer_names(session, named)
+    for optimizer, names, saved in zip(session.optimizers, here, manifest["optimizers"]):
         sources = _match_groups(optimizer, names, saved)
         if schedulers and sources != sorted(sources):
             raise CheckpointError(
@@ -773,7 +767,7 @@ def _groups_of(names: Sequence[str], sizes: Sequence[int]) -> list[frozenset[str
 
 
 @torch.no_grad()
-def _load_weights(session: Session, found: Found, tensors: Sequence[_Named]) -> None:
+def _load_weights(session: Session, found: Found, tensors: list[_Named]) -> None:
     names, known, keeper = _names(tensors), set[int](), OwnMasters(session.optimizers)
     links = [holder for holder in holders_of(session.optimizers) if not isinstance(holder, OnePassOptimizer)]
     for holder in links:
