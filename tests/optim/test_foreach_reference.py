@@ -17,7 +17,6 @@ from halfstep.gradients.stats import Clip
 from halfstep.optim import SGD, Adam, AdamW, Lion, backends, storage
 from halfstep.optim.bundles import bundles_of
 from tests import falsecuda
-from tests.falsecuda import build, test_inside
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -177,11 +176,3 @@ def test_on_an_amd_gpu_the_reference_runs_and_one_sentence_says_so(monkeypatch: 
         assert backends.runner("auto", torch.device("cuda")) == "reference"
     with pytest.raises(UnsupportedError, match="does not run on AMD GPUs"):
         backends.runner("triton", torch.device("cuda"))
-
-
-@pytest.mark.skipif(falsecuda.installed() or bool(build.missing()), reason=build.missing() or "on it already")
-def test_these_tests_and_those_of_graphs_on_the_false_cuda_device():
-    test_inside.run(
-        *("tests/optim/test_foreach_reference.py", "tests/session/test_graphs.py"),
-        *("-m", "not exhaustive", "-k", "not each_alone"),
-    )
