@@ -233,6 +233,16 @@ def test_the_state_of_a_long_lstm_is_fp32():
     assert counted.item() == 2048
 
 
+@pytest.mark.parametrize("loss", [F.cross_entropy, F.nll_loss])
+def test_losses_of_more_rows_than_fp16_counts_have_gradients(loss):
+    x, y = torch.rand(66000, 2).to(FP16).requires_grad_(), torch.zeros(66000, dtype=torch.long)
+
+    def f(x: Tensor) -> Tensor:
+        return loss(x, y) * 1024
+
+    check(f, region("O3", FP16, f), [x])
+
+
 FORWARD: dict[str, Callable[[Tensor], Tensor]] = {
     "index_put": lambda s: s.new_zeros(2, 4).index_put((INDEX * 0,), s, accumulate=True),
     "index_put_": lambda s: s.new_zeros(2, 4).index_put_((INDEX * 0,), s, accumulate=True),

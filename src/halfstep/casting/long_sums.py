@@ -187,6 +187,12 @@ def _recurrent(has_cell: bool, call: Call, x: Tensor, second: Any, *args: Any) -
     return widened(call, x, second, *args) if is_long else call(x, second, *args)
 
 
+def _counted(call: Call, x: Tensor, target: Tensor, *args: Any) -> Any:
+    """Run a loss on fp32 copies where it divides by a number of rows that fp16 does not hold."""
+    is_many = _is_low(x) and target.numel() > torch.finfo(torch.float16).max
+    return widened(call, x, target, *args) if is_many else call(x, target, *args)
+
+
 def _in_place(call: Call, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Run an op in place: out of place on fp32 copies, the rounded result copied into the tensor."""
     if not _is_low(target):
@@ -476,6 +482,7 @@ _SUMS: Mapping[str, Callable[..., Any]] = {
     **dict.fromkeys(("scatter_add_", "scatter_reduce_"), functools.partial(_scattered, _in_place)),
     **dict.fromkeys(CONVOLUTIONS.split(), _convolved),
     **{name: functools.partial(_windowed, name) for name in WINDOWS.split()},
+    **dict.fromkeys(("nll_loss", "nll_loss2d", "cross_entropy_loss"), _counted),
     "index_add": functools.partial(_index_added, widened),
     "index_add_": functools.partial(_index_added, _in_place),
 }

@@ -234,7 +234,8 @@ WINDOWS = (
 SUMS_IN_16_BITS = {
     "cpu": (
         "layer_norm native_layer_norm batch_norm group_norm instance_norm embedding embedding_bag"
-        f" adaptive_avg_pool3d {CONVOLUTIONS} {WINDOWS} {_SUMS_BY_INDEX}"
+        f" adaptive_avg_pool3d nll_loss nll_loss2d cross_entropy_loss {CONVOLUTIONS} {WINDOWS}"
+        f" {_SUMS_BY_INDEX}"
     ),
 }
 
