@@ -496,3 +496,50 @@ def test_device_memory_is_free_without_the_collector(gpu: Machine, level, kind):
         assert alive(train(level, kind, DEVICE)) == {}
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm, partial(nn.GroupNorm, 4), nn.BatchNorm1d])
+def test_fp32_weights_of_a_norm_are_not_rounded(gpu: Machine, norm, level):
+    """bf16 has no number between 1 and 1.0078: a weight of 1.003 is seen, and its gradient has fp32's digits."""
+
+    def run(device: torch.device) -> list[float]:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(16, 32), norm(32)).to(device)
+        optimizer = hs.optim.SGD(net.parameters(), lr=0.1)
+        amp = hs.prepare(net, optimizer, level=level, dtype="bf16", kernels="native")
+        losses = list[float]()
+        for more in (0.003, 0.0):
+            with amp.autocast():
+                loss = net(numbers()[0].to(device)).float().square().mean()
+            losses.append(loss.item())
+            if more:
+                with torch.no_grad():
+                    net[1].weight.add_(more)
+        amp.backward(loss)
+        assert net[1].weight.dtype == torch.float32
+        grad = net[1].weight.grad.double()
+        assert not torch.equal(grad, grad.bfloat16().double())
+        assert losses[1] / losses[0] == pytest.approx(1.003**2, abs=5e-4)
+        return [1.0, 0.0, *grad.tolist()]
+
+    on_both(run)
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_what_a_skip_of_released_gradients_left_is_said_whoever_looks(gpu: Machine, reads):
+    net = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 4)).to(DEVICE)
+    optimizer = hs.optim.SGD(net.parameters(), lr=0.1, release_gradients=True)
+    amp = hs.prepare(net, optimizer, dtype="bf16", skip_nonfinite=True, kernels="native")
+    before = [p.detach().clone() for p in net.parameters()]
+    with amp.autocast():
+        out = net[0](numbers()[0].to(DEVICE))
+        out.register_hook(lambda grad: grad * torch.inf)
+        loss = net[1](out).float().square().mean()
+    amp.backward(loss)
+    outcome = amp.step()
+    if reads:
+        outcome.read()
+    assert [torch.equal(a, b) for a, b in zip(before, net.parameters())] == [True, True, False, False]
+    assert "were released before them were updated" in outcome.reason
+    assert not outcome.taken

@@ -38,8 +38,9 @@ def test_bool_and_reason(taken, finite, reason):
     assert o.reason == reason
 
 
-def test_given_reason_wins():
+def test_a_given_reason_is_that_of_a_skipped_step():
     assert Outcome(taken=False, finite=True, reason="no gradients").reason == "no gradients"
+    assert not Outcome(taken=True, finite=True, reason="no gradients").reason
 
 
 def test_on_read_runs_once_when_read():

@@ -57,6 +57,8 @@ def test_a_session_is_refused_by_name_before_anything_is_launched(kind: str, dty
     before, state = [p.detach().clone() for p in model.parameters()], amp.state
     capture(amp)
     calls = {"backward": lambda: amp.backward(loss), "step": amp.step, "unscale": amp.unscale}
+    if dtype == "fp16":
+        calls["scale"] = lambda: amp.scale(loss)
     for name, call in calls.items():
         with Launches() as launches, pytest.raises(UnsupportedError) as refused:
             call()

@@ -336,31 +336,44 @@ def _in_place_runner(site: OpOnDevice) -> Runner:
 
 
 def _norm_runner(site: OpOnDevice) -> Runner:
-    """Run in the dtype of the input. Its affine parameters are cast where the kernel cannot mix the two: to
-    the dtype of the running statistics where there are any, else to that of the input.
+    """Give out the dtype of the input and round no fp32 parameter: beside one a 16-bit input is widened
+    where the kernel cannot mix the two.
 
-    CPU kernels take fp32 parameters beside a 16-bit input and lose nothing; only `rms_norm` falls to a slow
-    path.
+    CPU kernels take fp32 parameters beside a 16-bit input, but for `rms_norm`; CUDA's do where there are
+    running statistics in that op. Other parameters are cast to the dtype of these statistics or of the input.
     """
     positions = _NORM_PARAMETERS[site.name]
-    mixes = site.device_type == "cpu" and site.name != "rms_norm"
-    statistics = 3 if site.name in ("batch_norm", "instance_norm") else None
+    has_statistics = site.name in ("batch_norm", "instance_norm")
+    mixes = site.name != "rms_norm" and (
+        site.device_type == "cpu" or (site.device_type == "cuda" and has_statistics)
+    )
 
     def run(_: Any, args: Args, kwargs: Kwargs) -> Any:
-        kept = None if statistics is None else args[statistics]
-        into = (args[0] if kept is None else kept).dtype
-        changed: list[Any] | None = None
-        for i in positions:
-            value = args[i] if i < len(args) else None
-            if value is None or value.dtype is into or value.dtype not in CASTABLE or into not in CASTABLE:
-                continue
-            if mixes and value.dtype is _F32:
-                continue
-            changed = list(args) if changed is None else changed
-            changed[i] = value.to(into)
-        return site.below(args if changed is None else changed, kwargs)
+        x = args[0]
+        kept = args[3] if has_statistics else None
+        into = (x if kept is None else kept).dtype
+        values = [args[i] for i in positions if i < len(args) and args[i] is not None]
+        is_low = x.dtype is not _F32 and x.dtype in CASTABLE
+        if is_low and any(v.dtype is _F32 for v in values) and (kept is None or into is _F32):
+            if mixes and all(v.dtype is _F32 for v in values):
+                return site.below(args, kwargs)
+            saved = SavedLow()
+            with saved:
+                wide = [saved.remember(x.to(_F32), x), *args[1:]]
+                out = site.below(_with_parameters_in(_F32, wide, positions), kwargs)
+            return (out[0].to(x.dtype), *out[1:]) if isinstance(out, tuple) else out.to(x.dtype)
+        return site.below(_with_parameters_in(into, args, positions), kwargs)
 
     return run
+
+
+def _with_parameters_in(into: torch.dtype, args: Args, positions: Sequence[int]) -> Args:
+    changed = list(args)
+    for i in positions:
+        value = args[i] if i < len(args) else None
+        if value is not None and value.dtype in CASTABLE and into in CASTABLE:
+            changed[i] = value.to(into)
+    return changed
 
 
 def refusal(name: str, reason: str, compute: torch.dtype, remedy: str | None = None) -> BannedOpError:

@@ -49,11 +49,12 @@ class Outcome:
     """The lazily read outcome of one step; `bool(outcome)` is `outcome.taken`.
 
     Arguments may be Python values or 0-d tensors, which must not be changed in place afterwards. `result` is
-    what the wrapped optimizer's own `step` returned. `reason` overrides the sentence derived from the values.
-    `on_read` runs once, with the record, when the values arrive on the host: errors that travel late (a loss
-    scale that collapsed) are raised there. Building, storing and printing an outcome never synchronises, and
-    a value that the host has, such as `taken` of a step that cannot be skipped, is read without waiting for
-    the others. `clips`: the gradients were multiplied by `clip_norm / grad_norm`, so by 0 where it is inf.
+    what the wrapped optimizer's own `step` returned. `reason` is said of a skipped step in place of the usual
+    sentence. `on_read` runs once, with the record, when the values arrive on the host: errors that travel late
+    (a loss scale that collapsed) are raised there. Building, storing and printing an outcome never
+    synchronises, and a value that the host has, such as `taken` of a step that cannot be skipped, is read
+    without waiting for the others. `clips`: the gradients were multiplied by `clip_norm / grad_norm`, so by 0
+    where it is inf.
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class Outcome:
 
     @property
     def skipped(self) -> bool:
-        """Whether the weights were left as they were: not `taken`."""
+        """Whether the weights were left as they were: not `taken`. `reason` says which were not, if any."""
         return not self.taken
 
     @property
@@ -169,7 +170,7 @@ class Outcome:
             host = {name: None if v is None else float(v) for name, v in values.items()}
             taken, finite = bool(host["taken"]), bool(host["finite"])
             scale, norm, amax = cast(float, host["scale"]), host["grad_norm"], host["amax"]
-            reason = _reason(taken, finite) if self._reason is None else self._reason
+            reason = _reason(taken, finite) if taken or self._reason is None else self._reason
             if self._clips and taken and finite and norm == math.inf:
                 reason = reason or CLIPPED_TO_ZERO
             self._record = StepRecord(taken, finite, scale, norm, amax, reason, self._step)

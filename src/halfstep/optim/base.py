@@ -354,7 +354,7 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
     def _conclude(self, stats: AnyStats, skips: bool) -> None:
         """Keep the outcome of a bare step; warn of gradients that were not finite once the host knows."""
         taken = stats.finite if skips else True
-        reason = PARTLY if self.release is not None and taken is False else None
+        reason = PARTLY if self.release is not None else None
         self.outcome = Outcome(
             taken=taken, finite=stats.finite, grad_norm=stats.norm, amax=stats.amax, reason=reason
         )

@@ -306,7 +306,10 @@ class Session(Setup):
     def scale(self, tree: Any, loss_id: int = 0) -> Any:
         """Scale losses without running backward, for `torch.autograd.grad` and the like."""
         check_loss_id(loss_id, len(self.loss_scales))
-        return self.loss_scales[loss_id].scale(tree)
+        scale = self.loss_scales[loss_id]
+        if torch.cuda.is_initialized() and not isinstance(scale, NoLossScale):
+            refuse_capture(self.device, "amp.scale()")
+        return scale.scale(tree)
 
     @never_compiled
     def unscale(self, optimizer: torch.optim.Optimizer | None = None) -> None:
@@ -409,8 +412,7 @@ class Session(Setup):
         for conversion in self.conversions:
             if conversion.buffers.watched:
                 conversion.buffers.look()
-        partly = found is True and self.skip_nonfinite and stepper.releases
-        reason = PARTLY if partly else None
+        reason = PARTLY if stepper.releases else None
         about = {"scale": carried_value(losses), "reason": reason, "clips": clip_norm is not None}
         return self._tell(measured, update.found, about, scheduler, report)
 
