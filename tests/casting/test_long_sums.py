@@ -246,6 +246,8 @@ def test_losses_of_more_rows_than_fp16_counts_have_gradients(loss):
 FORWARD: dict[str, Callable[[Tensor], Tensor]] = {
     "index_put": lambda s: s.new_zeros(2, 4).index_put((INDEX * 0,), s, accumulate=True),
     "index_put_": lambda s: s.new_zeros(2, 4).index_put_((INDEX * 0,), s, accumulate=True),
+    "put": lambda s: s.new_zeros(2).put(INDEX * 0, s[:, 0], accumulate=True),
+    "put_": lambda s: s.new_zeros(2).put_(INDEX * 0, s[:, 0], accumulate=True),
     "index_add, int32": lambda s: s.new_zeros(2, 4).index_add(0, INDEX.int() * 0, s),
     "index_add_ of one": lambda s: s.new_zeros(2).index_add_(0, INDEX * 0, s[:, 0]),
     "index_reduce": lambda s: (

@@ -501,7 +501,7 @@ def test_device_memory_is_free_without_the_collector(gpu: Machine, level, kind):
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm, partial(nn.GroupNorm, 4), nn.BatchNorm1d])
 def test_fp32_weights_of_a_norm_are_not_rounded(gpu: Machine, norm, level):
-    """bf16 has no number between 1 and 1.0078: a weight of 1.003 is seen, and its gradient has fp32's digits."""
+    """bf16 has no number between 1 and 1.0078: a weight of 1.003 counts, its gradient has digits of fp32."""
 
     def run(device: torch.device) -> list[float]:
         torch.manual_seed(0)

@@ -151,3 +151,34 @@ def test_what_a_plan_keeps_in_fp32_is_exact(
     assert out.dtype == torch.float32
     difference = logits.double().log_softmax(-1) - exact.log_softmax(-1)
     assert blow != 1.0 or float(difference.abs().max()) < 1e-5
+
+
+class _Scores(nn.Module):
+    """Scores of experts by a product that is no layer's own."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 8))
+
+    def forward(self, x):
+        return torch.einsum("bd,ed->be", x, self.weight)
+
+
+@pytest.mark.parametrize("head", [_Scores, lambda: nn.Linear(8, 4)])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_an_fp32_output_and_a_stored_fp32_bias_are_never_rounded(level, head):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), head())
+    if level == "O1" and isinstance(model[1], nn.Linear):
+        nn.init.constant_(model[1].bias, 10001.375)
+    plan = hs.Plan([hs.PlanRule("1", output="fp32", reason="decides")])
+    amp = hs.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), level=level, dtype="bf16", plan=plan)
+    x = torch.randn(16, 8)
+    with amp.autocast():
+        body, out = model[0](x), model(x)
+    products = body.double() @ model[1].weight.detach().bfloat16().double().T
+    bias = getattr(model[1], "bias", torch.zeros(()))
+    assert torch.allclose(
+        out.double(), products + bias.double(), atol=1e-5 if bias.abs().max() < 10 else 2e-3
+    )
+    assert out.dtype == torch.float32

@@ -34,3 +34,9 @@ def test_an_optimizer_shows_what_users_call_and_no_more():
         "algorithm", "init_states", "master_of", "masters", "measure", "measure_on_host", "one_pass",
         "seed_masters",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("option", [{"accumulate": "fp32"}, {"release_gradients": True}, {"seed": 3}])
+def test_an_option_of_the_whole_optimizer_in_a_group_is_refused(option):
+    with pytest.raises(hs.ConfigError, match="an option of the whole optimizer"):
+        hs.optim.SGD([{"params": [torch.nn.Parameter(torch.ones(2))], **option}], lr=0.1)

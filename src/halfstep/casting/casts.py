@@ -227,8 +227,10 @@ def _native_low_runner(site: OpOnDevice, compute: torch.dtype) -> Runner:
 def _slow_runner(site: OpOnDevice, compute: torch.dtype, rounds_result: bool = True) -> Runner:
     """fp32 arithmetic on values rounded to `compute`: what a tensor core does (see `saved_low.py`).
 
-    Without `rounds_result` the result, and the gradient that comes back for it, stay in fp32.
+    Without `rounds_result` the result, and the gradient that comes back for it, stay in fp32, and so does an
+    fp32 tensor that is added to the result.
     """
+    added = None if rounds_result else _ADDED.get(site.name)
     device_type, to_compute = site.device_type, _caster(site.device_type, compute)
 
     def widen(saved: SavedLow, t: torch.Tensor) -> torch.Tensor:
@@ -248,13 +250,29 @@ def _slow_runner(site: OpOnDevice, compute: torch.dtype, rounds_result: bool = T
             # Function transforms run this once for each of their levels: only plain casts bear that.
             if rounds_result:
                 return _cast_below(site, compute, args, kwargs)
-            return _cast_below(site, _F32, *_map(args, kwargs, to_compute))
+            return _cast_below(site, _F32, _but(added, args, to_compute), _map((), kwargs, to_compute)[1])
         saved = SavedLow()
         with saved:
-            out = site.below(*_map(args, kwargs, functools.partial(widen, saved)))
+            to_wide = functools.partial(widen, saved)
+            out = site.below(_but(added, args, to_wide), _map((), kwargs, to_wide)[1])
         return tuple(narrow(o) for o in out) if isinstance(out, (tuple, list)) else narrow(out)
 
     return run
+
+
+_ADDED: Mapping[str, int] = {
+    **dict.fromkeys(("addmm", "baddbmm", "addbmm", "addmv"), 0),
+    **dict.fromkeys(("linear", *CONVOLUTIONS.split()), 2),
+}
+"""By product: the position of what is added to it, a bias say."""
+
+
+def _but(added: int | None, args: Args, change: Callable[[torch.Tensor], torch.Tensor]) -> Args:
+    """The arguments changed, an fp32 tensor at the position `added` left as it is."""
+    changed = _map(args, {}, change)[0]
+    if added is not None and added < len(args) and _dtypes(args[added : added + 1], {}) == {_F32}:
+        return [*changed[:added], args[added], *changed[added + 1 :]]
+    return changed
 
 
 def _fp32_out_runner(site: OpOnDevice, compute: torch.dtype) -> Runner:
@@ -271,7 +289,7 @@ def _fp32_out_runner(site: OpOnDevice, compute: torch.dtype) -> Runner:
     def run(keyset: Any, args: Args, kwargs: Kwargs) -> Any:
         plain = functorch_level() is None and all(type(t) in PLAIN for t in tensors_of(args))
         if plain and not kwargs and not _dtypes(args, kwargs) - CASTABLE:
-            out = site.under(product, *_map(args, kwargs, to_compute)[0])
+            out = site.under(product, *_but(_ADDED.get(site.name), args, to_compute))
             if out is not NotImplemented:
                 return out
         return in_fp32(keyset, args, kwargs)

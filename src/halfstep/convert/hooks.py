@@ -102,7 +102,8 @@ WITH_KERNELS = (
 )
 """Modules of torch whose kernels want weights and inputs of one dtype."""
 FP32_OUT_OPS = (
-    *("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "addbmm", "mv", "addmv"),
+    *("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "addbmm", "mv", "addmv", "einsum"),
+    *("chain_matmul", "linalg_multi_dot"),
     *("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
 )
 """The products whose results are never rounded where a plan says `output="fp32"`."""

@@ -50,8 +50,8 @@ class Outcome:
 
     Arguments may be Python values or 0-d tensors, which must not be changed in place afterwards. `result` is
     what the wrapped optimizer's own `step` returned. `reason` is said of a skipped step in place of the usual
-    sentence. `on_read` runs once, with the record, when the values arrive on the host: errors that travel late
-    (a loss scale that collapsed) are raised there. Building, storing and printing an outcome never
+    sentence. `on_read` runs once, with the record, when the values arrive on the host: errors that travel
+    late (a loss scale that collapsed) are raised there. Building, storing and printing an outcome never
     synchronises, and a value that the host has, such as `taken` of a step that cannot be skipped, is read
     without waiting for the others. `clips`: the gradients were multiplied by `clip_norm / grad_norm`, so by 0
     where it is inf.

@@ -36,7 +36,6 @@ class Options(TypedDict, total=False):
     skip_nonfinite: bool | None
     on_nonfinite: str | None
     max_skips: int
-    accumulate: str | None
     kernels: Any
 
 

@@ -60,6 +60,20 @@ def settle_group(group: dict[str, Any]) -> None:
     check_hyperparameters(group)
 
 
+OWN = ("seed", "backend", "accumulate", "release_gradients")
+"""Options of a whole optimizer."""
+
+
+def check_own(optimizer: Any, group: Any) -> None:
+    """Raise ConfigError for a group with an option of the whole optimizer that says other than it."""
+    for name in OWN if isinstance(group, Mapping) else ():
+        if name in group and group[name] != getattr(optimizer, name):
+            raise ConfigError(
+                f"{name}={show(group[name])} in a parameter group: it is an option of the whole optimizer, "
+                f"hs.optim.{type(optimizer).__name__}(..., {name}=...)"
+            )
+
+
 def check_storage(group: Mapping[str, Any]) -> None:
     """Raise ConfigError for a master or state format that does not exist or does not go with the rest."""
     for name, known in (("master", MASTERS), ("state_dtype", STATE_DTYPES)):
