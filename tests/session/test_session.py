@@ -408,3 +408,18 @@ def test_revert_keeps_masters_that_an_optimizer_has_at_o3():
     assert not torch.equal(master, torch.ones(8, 8))
     amp.revert()
     assert torch.equal(model.weight, master)
+
+
+def test_an_evaluation_at_o3_takes_fp32_inputs_in_any_module():
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3, 4))
+
+        def forward(self, x):
+            return torch.nn.functional.linear(x * 0.5, self.weight)
+
+    model = Own()
+    amp = hs.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), level="O3", dtype="bf16")
+    with amp.evaluating():
+        assert torch.equal(model(torch.ones(2, 4)).float(), torch.full((2, 3), 2.0))

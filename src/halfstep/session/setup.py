@@ -120,6 +120,8 @@ class Setup:
     def evaluating(self) -> Generator[None]:
         """Within, the models are in eval mode, without gradients, and compute with the fp32 masters.
 
+        At O3, which has none, they compute in `autocast()` with the 16-bit weights.
+
         Weights that are set or loaded within are set for good. Save and load sessions after it.
         """
         holders, modes = (
@@ -131,6 +133,8 @@ class Setup:
                 stack.enter_context(one.swap())
             for conversion in self.conversions if self.precision.masters else ():
                 stack.enter_context(conversion.suspended())
+            if self.precision.stores_low and not self.precision.masters:
+                stack.enter_context(self.autocast())
             made = ((getattr(p, "_stands_for", None), p) for m in self.models for p in m.parameters())
             copies: dict[Tensor, Tensor] = {weight: copy for weight, copy in made if weight is not None}
             for holder in holders:
