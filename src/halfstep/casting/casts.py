@@ -250,11 +250,12 @@ def _slow_runner(site: OpOnDevice, compute: torch.dtype, rounds_result: bool = T
             # Function transforms run this once for each of their levels: only plain casts bear that.
             if rounds_result:
                 return _cast_below(site, compute, args, kwargs)
-            return _cast_below(site, _F32, _but(added, args, to_compute), _map((), kwargs, to_compute)[1])
+            changed, named = _map(args, kwargs, to_compute)
+            return _cast_below(site, _F32, _keep_added(changed, args, added), named)
         saved = SavedLow()
         with saved:
-            to_wide = functools.partial(widen, saved)
-            out = site.below(_but(added, args, to_wide), _map((), kwargs, to_wide)[1])
+            changed, named = _map(args, kwargs, functools.partial(widen, saved))
+            out = site.below(_keep_added(changed, args, added), named)
         return tuple(narrow(o) for o in out) if isinstance(out, (tuple, list)) else narrow(out)
 
     return run
@@ -267,12 +268,11 @@ _ADDED: Mapping[str, int] = {
 """By product: the position of what is added to it, a bias say."""
 
 
-def _but(added: int | None, args: Args, change: Callable[[torch.Tensor], torch.Tensor]) -> Args:
-    """The arguments changed, an fp32 tensor at the position `added` left as it is."""
-    changed = _map(args, {}, change)[0]
-    if added is not None and added < len(args) and _dtypes(args[added : added + 1], {}) == {_F32}:
-        return [*changed[:added], args[added], *changed[added + 1 :]]
-    return changed
+def _keep_added(changed: Args, args: Args, added: int | None) -> Args:
+    """The changed arguments, with an fp32 tensor at the position `added` as it was among `args`."""
+    if added is None or added >= len(args) or getattr(args[added], "dtype", None) is not _F32:
+        return changed
+    return [*changed[:added], args[added], *changed[added + 1 :]]
 
 
 def _fp32_out_runner(site: OpOnDevice, compute: torch.dtype) -> Runner:
@@ -289,7 +289,8 @@ def _fp32_out_runner(site: OpOnDevice, compute: torch.dtype) -> Runner:
     def run(keyset: Any, args: Args, kwargs: Kwargs) -> Any:
         plain = functorch_level() is None and all(type(t) in PLAIN for t in tensors_of(args))
         if plain and not kwargs and not _dtypes(args, kwargs) - CASTABLE:
-            out = site.under(product, *_but(_ADDED.get(site.name), args, to_compute))
+            low = _map(args, kwargs, to_compute)[0]
+            out = site.under(product, *_keep_added(low, args, _ADDED.get(site.name)))
             if out is not NotImplemented:
                 return out
         return in_fp32(keyset, args, kwargs)
@@ -367,31 +368,29 @@ def _norm_runner(site: OpOnDevice) -> Runner:
     )
 
     def run(_: Any, args: Args, kwargs: Kwargs) -> Any:
-        x = args[0]
-        kept = args[3] if has_statistics else None
+        x, kept = args[0], args[3] if has_statistics else None
         into = (x if kept is None else kept).dtype
-        values = [args[i] for i in positions if i < len(args) and args[i] is not None]
+        dtypes = {args[i].dtype for i in positions if i < len(args) and args[i] is not None}
+        if not dtypes - {into} or (mixes and dtypes == {_F32}):
+            return site.below(args, kwargs)
         is_low = x.dtype is not _F32 and x.dtype in CASTABLE
-        if is_low and any(v.dtype is _F32 for v in values) and (kept is None or into is _F32):
-            if mixes and all(v.dtype is _F32 for v in values):
-                return site.below(args, kwargs)
-            saved = SavedLow()
-            with saved:
-                wide = [saved.remember(x.to(_F32), x), *args[1:]]
-                out = site.below(_with_parameters_in(_F32, wide, positions), kwargs)
-            return (out[0].to(x.dtype), *out[1:]) if isinstance(out, tuple) else out.to(x.dtype)
-        return site.below(_with_parameters_in(into, args, positions), kwargs)
+        if not is_low or _F32 not in dtypes or not (kept is None or into is _F32):
+            return site.below(cast_parameters(args, into), kwargs)
+        saved = SavedLow()
+        with saved:
+            wide = [saved.remember(x.to(_F32), x), *args[1:]]
+            out = site.below(cast_parameters(wide, _F32), kwargs)
+        return (out[0].to(x.dtype), *out[1:]) if isinstance(out, tuple) else out.to(x.dtype)
+
+    def cast_parameters(args: Args, into: torch.dtype) -> Args:
+        changed = list(args)
+        for i in positions:
+            value = args[i] if i < len(args) else None
+            if value is not None and value.dtype in CASTABLE and into in CASTABLE:
+                changed[i] = value.to(into)
+        return changed
 
     return run
-
-
-def _with_parameters_in(into: torch.dtype, args: Args, positions: Sequence[int]) -> Args:
-    changed = list(args)
-    for i in positions:
-        value = args[i] if i < len(args) else None
-        if value is not None and value.dtype in CASTABLE and into in CASTABLE:
-            changed[i] = value.to(into)
-    return changed
 
 
 def refusal(name: str, reason: str, compute: torch.dtype, remedy: str | None = None) -> BannedOpError:

@@ -36,7 +36,7 @@ _aten = torch.ops.aten
 
 def with_fp32_sums(name: str, device_type: str, call: Call) -> Call:
     """Return what runs an op (by its name in op tables) with fp32 sums; `call` itself where that adds so."""
-    if name in RECURRENT.split():
+    if name in RECURRENT.split():  # no sums of torch's own policy, which casts the ops that these are made of
         return functools.partial(_recurrent, name == "lstm", call) if device_type != "cuda" else call
     if name not in sums_in_16_bits(device_type):
         return call
@@ -149,10 +149,10 @@ _USES: Mapping[str, Callable[..., int]] = {
 """By op: how often it takes the same element, or adds to it."""
 
 
-def _windowed(name: str, call: Call, x: Tensor, *args: Any) -> Any:
+def _windowed(uses: Callable[..., int], adds_forward: bool, call: Call, x: Tensor, *args: Any) -> Any:
     """Run an op on fp32 copies where windows overlap so far that a sum of 16 bits would be long."""
-    adds = _is_low(x) if name == "col2im" else _trains(x)
-    return widened(call, x, *args) if adds and _USES[name](x, *args) > _FEW else call(x, *args)
+    adds = _is_low(x) if adds_forward else _trains(x)
+    return widened(call, x, *args) if adds and uses(x, *args) > _FEW else call(x, *args)
 
 
 # --- convolutions and ops in place -------------------------------------------------------------------------
@@ -481,7 +481,7 @@ _SUMS: Mapping[str, Callable[..., Any]] = {
     **dict.fromkeys(("gather", "scatter_add", "scatter_reduce"), functools.partial(_scattered, widened)),
     **dict.fromkeys(("scatter_add_", "scatter_reduce_"), functools.partial(_scattered, _in_place)),
     **dict.fromkeys(CONVOLUTIONS.split(), _convolved),
-    **{name: functools.partial(_windowed, name) for name in WINDOWS.split()},
+    **{name: functools.partial(_windowed, _USES[name], name == "col2im") for name in WINDOWS.split()},
     **dict.fromkeys(("nll_loss", "nll_loss2d", "cross_entropy_loss"), _counted),
     "index_add": functools.partial(_index_added, widened),
     "index_add_": functools.partial(_index_added, _in_place),

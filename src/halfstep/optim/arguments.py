@@ -60,13 +60,13 @@ def settle_group(group: dict[str, Any]) -> None:
     check_hyperparameters(group)
 
 
-OWN = ("seed", "backend", "accumulate", "release_gradients")
-"""Options of a whole optimizer."""
+WHOLE = ("seed", "backend", "accumulate", "release_gradients")
+"""Options of a whole optimizer, which a parameter group has none of."""
 
 
-def check_own(optimizer: Any, group: Any) -> None:
+def check_whole_options(optimizer: Any, group: Any) -> None:
     """Raise ConfigError for a group with an option of the whole optimizer that says other than it."""
-    for name in OWN if isinstance(group, Mapping) else ():
+    for name in WHOLE if isinstance(group, Mapping) else ():
         if name in group and group[name] != getattr(optimizer, name):
             raise ConfigError(
                 f"{name}={show(group[name])} in a parameter group: it is an option of the whole optimizer, "

@@ -123,7 +123,7 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a group, as in torch; a group may have its own `master` and `state_dtype`."""
-        arguments.check_own(self, param_group)
+        arguments.check_whole_options(self, param_group)
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
@@ -150,7 +150,7 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
             self.release.watch(params)
 
     def __getstate__(self) -> Group:
-        return {**super().__getstate__(), **{name: getattr(self, name) for name in arguments.OWN}}
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in arguments.WHOLE}}
 
     def __setstate__(self, state: Group) -> None:
         super().__setstate__(state)

@@ -620,17 +620,17 @@ def _check(
     manifest: Mapping[str, Any],
     found: Found,
     schedulers: Sequence[Any],
-    named: list[_Named],
+    tensors: list[_Named],
 ) -> None:
     """Raise CheckpointError before anything is changed."""
     own = _OWN_IN_FORMAT_1 if manifest["format"] == 1 else _OWN
     saved = {n: list(shape) for n, shape in found.wholes.items() if not n.startswith(own)}
-    checkpoint.check_shapes(saved, {name: list(t.shape) for name, t, _ in named})
+    checkpoint.check_shapes(saved, {name: list(t.shape) for name, t, _ in tensors})
     theirs = [one["algorithm"] for one in manifest["optimizers"]]
     ours = [checkpoint.algorithm_of(o) for o in session.optimizers]
     if theirs != ours:
         raise CheckpointError(f"the checkpoint is of other optimizers: {theirs} saved it, here are {ours}")
-    here = optimizer_names(session, named)
+    here = optimizer_names(session, tensors)
     for optimizer, names, saved in zip(session.optimizers, here, manifest["optimizers"]):
         sources = _match_groups(optimizer, names, saved)
         if schedulers and sources != sorted(sources):
