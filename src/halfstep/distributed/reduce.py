@@ -7,6 +7,7 @@ but `gather` reads a value back to the host.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
@@ -86,6 +87,7 @@ def gather(value: Any, group: Group | None = None) -> list[Any]:
         return [value]
     everyone: list[Any] = [None] * world_size(group)
     dist.all_gather_object(everyone, value, group=group)
+    _let_go()
     return everyone
 
 
@@ -98,7 +100,17 @@ def gather_on_first(value: Any, group: Group | None = None) -> list[Any]:
         return [value]
     everyone: list[Any] = [None] * world_size(group) if rank(group) == 0 else []
     dist.gather_object(value, everyone or None, group=group, group_dst=0)
+    _let_go()
     return everyone
+
+
+def _let_go() -> None:
+    """Give gloo's thread the interpreter, which it needs to free the tensors of a finished collective.
+
+    A script that ends within the five milliseconds it would wait otherwise (after `amp.save`, say, and though
+    it destroys its process group, which a wrapped model keeps) is aborted by it: pytorch/pytorch#179291.
+    """
+    time.sleep(0)
 
 
 def shard_groups(t: Tensor) -> tuple[Group, ...]:
