@@ -130,7 +130,8 @@ def runner(
     round the output, forward and backward. `kernels`: where given, it says so for each op instead.
     """
     if row is None and site.native is None:
-        return None if site.summing is call_of(site.op) else lambda _, args, kwargs: site.below(args, kwargs)
+        under, call = site.under, site.summing
+        return None if call is call_of(site.op) else lambda _, args, kwargs: under(call, *args, **kwargs)
     if row is None:
         return site.untouched
     rule, native = row.rule, site.native_rule

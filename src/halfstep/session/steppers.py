@@ -26,7 +26,7 @@ from halfstep.gradients.stats import (
 )
 from halfstep.gradients.unscale import unscale_
 from halfstep.optim.loading import HasMasters
-from halfstep.optim.masters import MasterWeights, weight_of
+from halfstep.optim.masters import Master, MasterWeights
 from halfstep.policy.levels import LOW_DTYPES
 from halfstep.scaling.grad_scaler import attributes_kept
 from halfstep.torch_private import foreach_mul_, takes_scale_and_flag
@@ -35,7 +35,7 @@ from halfstep.trees import gradients_of, home_device, move_to, needs_closure, pa
 
 def weights_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """The model's weights that an optimizer updates, in order; not the masters in its groups."""
-    return [weight_of(p) for group in optimizer.param_groups for p in group["params"]]
+    return [p._source if type(p) is Master else p for p in parameters_of(optimizer)]
 
 
 class Update(NamedTuple):
