@@ -52,7 +52,6 @@ if TYPE_CHECKING:
 
 #: What is not a weight in the files begins with a dot, which no parameter's name does.
 _OWN = (".optimizer.", ".rank.", ".rest.")
-_OWN_IN_FORMAT_1 = ("optimizer.", "rank.", "rest.")
 _DERIVED = {"master", "lacking", "weight", KEPT}
 _Named = tuple[str, Tensor, Tensor | None]  # its name in the file, a tensor, and the parameter that it is
 
@@ -319,7 +318,7 @@ def _manifest(
         "session": session.state_dict(),
     }
     return {
-        "format": checkpoint.FOLDER_FORMATS[-1],
+        "format": checkpoint.FOLDER_FORMAT,
         "halfstep": sys.modules["halfstep"].__version__,
         "torch": torch.__version__,
         "ranks": world_size(group),
@@ -554,8 +553,8 @@ def _read(session: Session, manifest: Mapping[str, Any], found: Found, scheduler
     here = optimizer_names(session, tensors)
     for optimizer, names, saved in zip(session.optimizers, here, manifest["optimizers"]):
         states.append(_read_optimizer(optimizer, names, saved, found, used))
-    private = (".optimizer.", ".rest.") if manifest["format"] != 1 else ("optimizer.", "rest.")
-    if unused := [name for name in found.wholes if name.startswith(private) and name not in used]:
+    private = [name for name in found.wholes if name.startswith((".optimizer.", ".rest."))]
+    if unused := [name for name in private if name not in used]:
         raise CheckpointError(
             f"the checkpoint is damaged: its manifest leaves out {len(unused)} of its tensors, the first "
             f"{unused[0]!r}",
@@ -623,8 +622,7 @@ def _check(
     tensors: list[_Named],
 ) -> None:
     """Raise CheckpointError before anything is changed."""
-    own = _OWN_IN_FORMAT_1 if manifest["format"] == 1 else _OWN
-    saved = {n: list(shape) for n, shape in found.wholes.items() if not n.startswith(own)}
+    saved = {n: list(shape) for n, shape in found.wholes.items() if not n.startswith(_OWN)}
     checkpoint.check_shapes(saved, {name: list(t.shape) for name, t, _ in tensors})
     theirs = [one["algorithm"] for one in manifest["optimizers"]]
     ours = [checkpoint.algorithm_of(o) for o in session.optimizers]
@@ -638,9 +636,8 @@ def _check(
                 "the optimizer's parameter groups stand in another order than when it was saved, and "
                 "schedulers keep learning rates by that order: build the groups in the saved order"
             )
-    ((kind, held),) = dict(manifest["rest"]["dict"])["schedulers"].items()
-    count = len(held[1] if kind == "rows" else held)
-    checkpoint.check_schedulers(count, len(schedulers))
+    (held,) = dict(manifest["rest"]["dict"])["schedulers"].values()
+    checkpoint.check_schedulers(len(held), len(schedulers))
 
 
 def _read_optimizer(
