@@ -132,7 +132,7 @@ class RankGuard:
         sent = {p for ddp in syncing for p in ddp.module.parameters()}
         for p in (*weights, *sent):
             grad = p.grad
-            if grad is None or p.dtype not in LOW_DTYPES or grad.layout is not torch.strided:
+            if grad is None or p.dtype not in LOW_DTYPES:
                 continue
             if p in sent and grad.dtype != p.dtype:
                 p.grad_dtype = None

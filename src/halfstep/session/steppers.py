@@ -68,13 +68,20 @@ class Stepper:
         return gradients_of(self.optimizer)
 
     def round_sums(self) -> None:
-        """Round sums of micro-batches to their weights' dtype, once, as ranks do that send 16 bits."""
+        """Round sums of micro-batches, and of a sparse gradient's repeated rows, to their weights' dtype, once.
+
+        Ranks that send 16 bits do so too.
+        """
         if getattr(self.optimizer, "accumulate", None) == "fp32":
             return  # asked for whole sums
         for w in weights_of(self.optimizer):
-            if w.grad is not None and w.grad_dtype is torch.float32 and w.dtype in LOW_DTYPES:
+            if (total := w.grad) is None or w.dtype not in LOW_DTYPES:
+                continue
+            repeats = total.is_sparse and not total.is_coalesced()
+            if repeats or w.grad_dtype is torch.float32:
+                total = total.float().coalesce() if repeats else total
                 w.grad_dtype = None
-                w.grad = w.grad.to(w.dtype)
+                w.grad = total.to(w.dtype)
 
     def measure(self, inv_scale: Tensor | None, needs_amax: bool) -> AnyStats:
         """Finite flag, norm and largest magnitude of the gradients times `inv_scale`; changes nothing."""
