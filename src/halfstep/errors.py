@@ -80,8 +80,8 @@ def show(x: object) -> str:
 def warn(message: str) -> None:
     """Warn with a `HalfstepWarning` at the line of the user's program that led here.
 
-    That is the nearest one outside of this package and of torch, through whose hooks it may have come; of
-    both where there is none.
+    That is the nearest one outside of this package, of torch and of contextlib, through which hooks and
+    context managers come; the first of all where there is none.
     """
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _INSIDE:
@@ -89,4 +89,4 @@ def warn(message: str) -> None:
     warnings.warn(message, HalfstepWarning, stacklevel=level + 1)
 
 
-_INSIDE = ("halfstep", "torch")
+_INSIDE = ("halfstep", "torch", "contextlib")
