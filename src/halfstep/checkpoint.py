@@ -18,7 +18,6 @@ import re
 import secrets
 import shutil
 import sys
-import warnings
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -35,7 +34,7 @@ from torch.optim import Optimizer
 from halfstep import shardfiles
 from halfstep.distributed import gather, gather_on_first, rank, world_size
 from halfstep.distributed.reduce import Group
-from halfstep.errors import CheckpointError, HalfstepWarning, show
+from halfstep.errors import CheckpointError, show, warn
 from halfstep.shardfiles import Piece
 from halfstep.trees import tensors_in
 
@@ -179,11 +178,9 @@ def warn_if_threads_differ(saved: int) -> None:
     """Warn once when a run resumes with another thread count, since sums may then round differently."""
     now = torch.get_num_threads()
     if now != saved:
-        warnings.warn(
+        warn(
             f"the checkpoint was written with {saved} threads and resumes with {now}: "
-            "results may differ in the last bits",
-            HalfstepWarning,
-            stacklevel=3,
+            "results may differ in the last bits"
         )
 
 
@@ -573,4 +570,4 @@ def _set_aside(path: Path, told: str) -> None:
         shutil.rmtree(aside)
     with suppress(FileNotFoundError):  # another rank did it
         os.replace(path, aside)
-        warnings.warn(told, HalfstepWarning, stacklevel=5)
+        warn(told)

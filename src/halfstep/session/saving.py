@@ -12,7 +12,6 @@ import inspect
 import itertools
 import math
 import sys
-import warnings
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
@@ -26,7 +25,7 @@ from torch import Tensor
 from halfstep import checkpoint, rng, shardfiles
 from halfstep.distributed import gather, local_of, rank, world_size
 from halfstep.distributed.reduce import Group
-from halfstep.errors import CheckpointError, ConfigError, HalfstepError, HalfstepWarning, UnsupportedError
+from halfstep.errors import CheckpointError, ConfigError, HalfstepError, UnsupportedError, warn
 from halfstep.names import fqns
 from halfstep.optim import storage
 from halfstep.optim.base import OnePassOptimizer
@@ -788,9 +787,7 @@ def _load_weights(session: Session, found: Found, tensors: list[_Named]) -> None
 def _warn_of_ranks_and_threads(manifest: Mapping[str, Any], group: Group | None) -> None:
     checkpoint.warn_if_threads_differ(manifest["threads"])
     if manifest["ranks"] != world_size(group):
-        warnings.warn(
+        warn(
             f"the checkpoint was written by {manifest['ranks']} ranks and is read by {world_size(group)}: "
-            "weights and states are exact, random generators and positions in the data begin anew",
-            HalfstepWarning,
-            stacklevel=4,
+            "weights and states are exact, random generators and positions in the data begin anew"
         )

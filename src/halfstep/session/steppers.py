@@ -68,9 +68,9 @@ class Stepper:
         return gradients_of(self.optimizer)
 
     def round_sums(self) -> None:
-        """Round sums of micro-batches, and of a sparse gradient's repeated rows, to their weights' dtype, once.
+        """Round sums to their weights' dtype, once, as ranks do that send 16 bits.
 
-        Ranks that send 16 bits do so too.
+        Sums are those of micro-batches, and of the rows that a sparse gradient repeats.
         """
         if getattr(self.optimizer, "accumulate", None) == "fp32":
             return  # asked for whole sums
