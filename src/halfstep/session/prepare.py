@@ -1,4 +1,4 @@
-"""What `prepare` checks and sets up before a session exists: arguments, ownership, loss scale, masters.
+"""`prepare` and `tune`: check the arguments, choose a level where asked to, apply it, make the `Session`.
 
 Every function raises before it changes anything, or takes back what it changed. Steps are `session.py`'s.
 """

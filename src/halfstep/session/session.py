@@ -1,7 +1,7 @@
-"""`prepare`: the one facade over autocast, conversion, masters, loss scale and the checked step.
+"""`Session`: backward, step, measure, save and load of one training run that `prepare` set up.
 
-A `Session` keeps the order of things right (scale, backward, unscale, check, clip, update, write back, zero)
-and tells what each step did. It decides nothing about formats and holds no numerics of its own.
+It keeps the order of things right (scale, backward, unscale, check, clip, update, write back, zero) and
+records what each step did. It decides nothing about formats and has no numerics of its own.
 """
 
 from __future__ import annotations
