@@ -13,7 +13,7 @@ from typing import Any
 
 COMMANDS: Mapping[str, str] = {
     "bench": "compare optimizers: time, memory, how far weights move",
-    "devices": "show what this machine's devices do with each dtype and op",
+    "devices": "show which dtypes this machine computes fast, and how",
     "doctor": "watch some training steps, name what goes wrong and what cures it",
     "formats": "show the number formats, and how each stores a number",
     "train": "train a recipe at several precisions and compare them",
