@@ -4,7 +4,6 @@ What is updated and with which scalars is decided here; arithmetic is in referen
 and the kernels. Each optimizer is a subclass that gives an algorithm and its arguments, nothing else.
 """
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AnySet
 from functools import partial
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from halfstep.distributed import local_of
 from halfstep.distributed.shards import find_rank_local
-from halfstep.errors import ConfigError, HalfstepWarning, MasterRangeError, UnsupportedError
+from halfstep.errors import ConfigError, MasterRangeError, UnsupportedError, warn
 from halfstep.gradients.outcome import Outcome, OutcomeQueue
 from halfstep.gradients.stats import (
     AnyStats,
@@ -362,11 +361,9 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
             return
         if not all(record.finite for record in self._outcomes.push(self.outcome)):
             how = "and was skipped" if skips else "and was taken: skip_nonfinite=True skips such steps"
-            warnings.warn(
+            warn(
                 f"a step of {type(self).__name__} had gradients that hold inf or NaN, {how}; "
-                "optimizer.outcome says so after each step",
-                HalfstepWarning,
-                stacklevel=5,
+                "optimizer.outcome says so after each step"
             )
 
     @torch.no_grad()

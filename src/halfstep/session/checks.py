@@ -5,7 +5,6 @@ Every function looks before anything changes; the words that users read stand he
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -22,11 +21,11 @@ from halfstep.distributed import local_of
 from halfstep.errors import (
     CheckpointError,
     ConfigError,
-    HalfstepWarning,
     NonFiniteError,
     ScalerStateError,
     UnsupportedError,
     show,
+    warn,
 )
 from halfstep.names import named_parameters
 from halfstep.numerics.uncast import zero_epsilons
@@ -209,7 +208,7 @@ def refuse_direct_steps(session: Any) -> list[RemovableHandle]:
         if carried is None:
             if UNSCALED not in own.state.told and any(w.grad is not None for w in weights_of(optimizer)):
                 own.state = own.state.said(UNSCALED)
-                warnings.warn(UNSCALED.format(name), HalfstepWarning, stacklevel=4)
+                warn(UNSCALED.format(name))
         elif carried.read() != 1.0:
             raise ScalerStateError(
                 f"{name}.step() was called on gradients that carry the session's loss scale "
@@ -361,11 +360,9 @@ class NonFinite:
             self._said = True
             cures = (f"{place}: {text}: {cure}" for place, text, cure in zero_epsilons(self._optimizers))
             skip = "on_nonfinite='skip' in prepare(), a Trainer or a host's adapter skips such steps"
-            warnings.warn(
+            warn(
                 f"step {step}: gradients {where}hold inf or NaN and the step was taken, as plain "
-                f"PyTorch does; {next(cures, skip)} (said once)",
-                HalfstepWarning,
-                stacklevel=9,
+                f"PyTorch does; {next(cures, skip)} (said once)"
             )
 
     def _raise(

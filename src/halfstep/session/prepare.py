@@ -6,7 +6,6 @@ Every function raises before it changes anything, or takes back what it changed.
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from halfstep import devices
 from halfstep.casting.kernel_choice import Kernels, table_of
 from halfstep.convert.conversion import Casting, Conversion
 from halfstep.convert.layout import Relayout, check_layout
-from halfstep.errors import ConfigError, HalfstepWarning, PlanError, show
+from halfstep.errors import ConfigError, PlanError, show, warn
 from halfstep.formats import dtype_name, parse_dtype
 from halfstep.numerics.lint import coarse_weights
 from halfstep.numerics.uncast import casts_weights
@@ -159,12 +158,10 @@ def warn_of_lost_masters(precision: Precision, optimizers: Sequence[torch.optim.
     if not precision.masters or sum(w.numel() for w in weights) < 32:
         return
     if all(bool((w.to(compute).float() == w).all()) for w in weights):
-        warnings.warn(
+        warn(
             f"{type(torchs[0]).__name__} has taken steps, but the weights hold only {dtype_name(compute)} "
             "values: a checkpoint of this level that is loaded before prepare() loses its fp32 masters. "
-            "Call prepare() first, then load_state_dict() of model, optimizer and session",
-            HalfstepWarning,
-            stacklevel=3,
+            "Call prepare() first, then load_state_dict() of model, optimizer and session"
         )
 
 
@@ -362,7 +359,7 @@ def prepare(
     if not casts_weights(precision.level, precision.policy):  # where it does, the first step looks
         for row in coarse_weights(optimizers):
             text = f"{row.where}: {row.text}, and no masters keep what is rounded away: {row.cure}"
-            warnings.warn(text, HalfstepWarning, stacklevel=2)
+            warn(text)
     return session
 
 

@@ -12,7 +12,6 @@ import inspect
 import itertools
 import math
 import sys
-import warnings
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
@@ -26,7 +25,7 @@ from torch import Tensor
 from halfstep import checkpoint, rng, shardfiles
 from halfstep.distributed import gather, local_of, rank, world_size
 from halfstep.distributed.reduce import Group
-from halfstep.errors import CheckpointError, ConfigError, HalfstepError, HalfstepWarning, UnsupportedError
+from halfstep.errors import CheckpointError, ConfigError, HalfstepError, UnsupportedError, warn
 from halfstep.names import fqns
 from halfstep.optim import storage
 from halfstep.optim.base import OnePassOptimizer
@@ -52,7 +51,6 @@ if TYPE_CHECKING:
 
 #: What is not a weight in the files begins with a dot, which no parameter's name does.
 _OWN = (".optimizer.", ".rank.", ".rest.")
-_OWN_IN_FORMAT_1 = ("optimizer.", "rank.", "rest.")
 _DERIVED = {"master", "lacking", "weight", KEPT}
 _Named = tuple[str, Tensor, Tensor | None]  # its name in the file, a tensor, and the parameter that it is
 
@@ -319,7 +317,7 @@ def _manifest(
         "session": session.state_dict(),
     }
     return {
-        "format": checkpoint.FOLDER_FORMATS[-1],
+        "format": checkpoint.FOLDER_FORMAT,
         "halfstep": sys.modules["halfstep"].__version__,
         "torch": torch.__version__,
         "ranks": world_size(group),
@@ -554,8 +552,8 @@ def _read(session: Session, manifest: Mapping[str, Any], found: Found, scheduler
     here = optimizer_names(session, tensors)
     for optimizer, names, saved in zip(session.optimizers, here, manifest["optimizers"]):
         states.append(_read_optimizer(optimizer, names, saved, found, used))
-    private = (".optimizer.", ".rest.") if manifest["format"] != 1 else ("optimizer.", "rest.")
-    if unused := [name for name in found.wholes if name.startswith(private) and name not in used]:
+    private = [name for name in found.wholes if name.startswith((".optimizer.", ".rest."))]
+    if unused := [name for name in private if name not in used]:
         raise CheckpointError(
             f"the checkpoint is damaged: its manifest leaves out {len(unused)} of its tensors, the first "
             f"{unused[0]!r}",
@@ -623,8 +621,7 @@ def _check(
     tensors: list[_Named],
 ) -> None:
     """Raise CheckpointError before anything is changed."""
-    own = _OWN_IN_FORMAT_1 if manifest["format"] == 1 else _OWN
-    saved = {n: list(shape) for n, shape in found.wholes.items() if not n.startswith(own)}
+    saved = {n: list(shape) for n, shape in found.wholes.items() if not n.startswith(_OWN)}
     checkpoint.check_shapes(saved, {name: list(t.shape) for name, t, _ in tensors})
     theirs = [one["algorithm"] for one in manifest["optimizers"]]
     ours = [checkpoint.algorithm_of(o) for o in session.optimizers]
@@ -638,9 +635,8 @@ def _check(
                 "the optimizer's parameter groups stand in another order than when it was saved, and "
                 "schedulers keep learning rates by that order: build the groups in the saved order"
             )
-    ((kind, held),) = dict(manifest["rest"]["dict"])["schedulers"].items()
-    count = len(held[1] if kind == "rows" else held)
-    checkpoint.check_schedulers(count, len(schedulers))
+    (held,) = dict(manifest["rest"]["dict"])["schedulers"].values()
+    checkpoint.check_schedulers(len(held), len(schedulers))
 
 
 def _read_optimizer(
@@ -791,9 +787,7 @@ def _load_weights(session: Session, found: Found, tensors: list[_Named]) -> None
 def _warn_of_ranks_and_threads(manifest: Mapping[str, Any], group: Group | None) -> None:
     checkpoint.warn_if_threads_differ(manifest["threads"])
     if manifest["ranks"] != world_size(group):
-        warnings.warn(
+        warn(
             f"the checkpoint was written by {manifest['ranks']} ranks and is read by {world_size(group)}: "
-            "weights and states are exact, random generators and positions in the data begin anew",
-            HalfstepWarning,
-            stacklevel=4,
+            "weights and states are exact, random generators and positions in the data begin anew"
         )
