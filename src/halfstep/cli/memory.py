@@ -172,6 +172,6 @@ def _applied(apply: Callable[..., Any], module: nn.Module, change: Any, *more: A
     """Of what a module is moved to only the dtype reaches parameters without values."""
 
     def cast(t: Tensor) -> Tensor:
-        return t.to(change(torch.empty(0, dtype=t.dtype)).dtype) if t.is_meta else change(t)
+        return t.to(change(torch.empty(0, dtype=t.dtype, device="cpu")).dtype) if t.is_meta else change(t)
 
     return apply(module, cast, *more)
