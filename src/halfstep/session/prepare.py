@@ -1,4 +1,4 @@
-"""What `prepare` checks and sets up before a session exists: arguments, ownership, loss scale, masters.
+"""`prepare` and `tune`: check the arguments, choose a level where asked to, apply it, make the `Session`.
 
 Every function raises before it changes anything, or takes back what it changed. Steps are `session.py`'s.
 """
@@ -33,7 +33,7 @@ from halfstep.session.precision import Precision, lower
 from halfstep.session.preparation import MastersByNumber, OwnMasters, fit_states
 from halfstep.session.ranks import check_groups
 from halfstep.session.session import Models, Optimizers, Session
-from halfstep.trees import compute_device, parameters_of
+from halfstep.trees import compute_device, each_parameter, parameters_of
 from halfstep.tuning.choices import LevelChoice
 from halfstep.tuning.search import Tuning, search
 
@@ -73,7 +73,7 @@ def as_models(model: Any) -> list[nn.Module]:
 
 def device_of(models: Sequence[nn.Module]) -> torch.device:
     """Return where the models compute; ConfigError where they have no parameters."""
-    parameters = [p for model in models for p in model.parameters()]
+    parameters = [*each_parameter(models)]
     if parameters:
         return compute_device(parameters)
     names = ", ".join(type(m).__name__ for m in models) or "nothing"

@@ -1,7 +1,7 @@
-"""`prepare`: the one facade over autocast, conversion, masters, loss scale and the checked step.
+"""`Session`: backward, step, measure, save and load of one training run that `prepare` set up.
 
-A `Session` keeps the order of things right (scale, backward, unscale, check, clip, update, write back, zero)
-and tells what each step did. It decides nothing about formats and holds no numerics of its own.
+It keeps the order of things right (scale, backward, unscale, check, clip, update, write back, zero) and
+records what each step did. It decides nothing about formats and has no numerics of its own.
 """
 
 from __future__ import annotations
@@ -259,7 +259,7 @@ class Session(Setup):
             self.state = opened(self.state, self._steppers, indices, loss_id)
             self._nonfinite.backward(loss)
             if self.precision.stores_low:
-                self._ranks.fit_gradients(w for i in indices for w in weights_of(optimizers[i]))
+                self._ranks.fit_gradients([w for i in indices for w in weights_of(optimizers[i])])
             scale.scale(loss).backward(**kwargs)
 
     @contextmanager

@@ -37,6 +37,7 @@ from halfstep.distributed import all_ranks
 from halfstep.errors import ConfigError, warn
 from halfstep.optim import MasterWeights
 from halfstep.optim.replicas import follow_wraps
+from halfstep.policy.levels import LOW_DTYPES
 from halfstep.policy.ops import Rule
 from halfstep.policy.plan import Plan, PlanRule
 from halfstep.policy.policy import Policy
@@ -186,7 +187,7 @@ def _check(models: list[nn.Module], optimizers: list[torch.optim.Optimizer], sta
         if isinstance(model, parallel):
             raise AmpError(f"wrap the model in {type(model).__name__} after amp.initialize, not before")
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            if tensor.dtype in (torch.float16, torch.bfloat16):
+            if tensor.dtype in LOW_DTYPES:
                 raise AmpError(
                     f"{name} is {tensor.dtype}, expected float32: leave the model in fp32 to amp.initialize"
                 )
