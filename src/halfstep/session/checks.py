@@ -36,6 +36,7 @@ from halfstep.policy.policy import Policy
 from halfstep.scaling.loss_scale import LossScale, NoLossScale, StaticLossScale
 from halfstep.session.precision import Precision
 from halfstep.session.steppers import Stepper, weights_of
+from halfstep.trees import each_parameter
 
 if TYPE_CHECKING:
     from halfstep.session.round import Loss
@@ -105,7 +106,7 @@ def check_state(state: Any, level: Level, policy: Policy) -> None:
 
 def check_parameters(models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
     """Raise ConfigError where an optimizer updates what is not the models', or no longer is."""
-    mine = {id(p) for model in models for p in (*model.parameters(), *shards_of(model))}
+    mine = {*map(id, each_parameter(models)), *(id(p) for model in models for p in shards_of(model))}
     for optimizer in optimizers:
         held, kind = weights_of(optimizer), type(optimizer).__name__
         strangers = [p for p in held if id(p) not in mine]
@@ -122,7 +123,7 @@ def check_expanded(models: Sequence[nn.Module], optimizers: Sequence[torch.optim
     """Raise UnsupportedError for a weight whose elements share memory: torch's fused steps write past it."""
     for weight in (w for optimizer in optimizers for w in weights_of(optimizer) if w.requires_grad):
         strides = weight.stride() if weight.layout is torch.strided else ()
-        if any(n > 1 and step == 0 for n, step in zip(weight.shape, strides)):
+        if 0 in strides and any(n > 1 and step == 0 for n, step in zip(weight.shape, strides)):
             raise UnsupportedError(
                 f"parameter {name_of(models, weight)!r} of shape {[*weight.shape]} is an expanded tensor, "
                 "of which no optimizer can update elements that share memory: give the model and its "

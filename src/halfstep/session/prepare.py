@@ -33,7 +33,7 @@ from halfstep.session.precision import Precision, lower
 from halfstep.session.preparation import MastersByNumber, OwnMasters, fit_states
 from halfstep.session.ranks import check_groups
 from halfstep.session.session import Models, Optimizers, Session
-from halfstep.trees import compute_device, parameters_of
+from halfstep.trees import compute_device, each_parameter, parameters_of
 from halfstep.tuning.choices import LevelChoice
 from halfstep.tuning.search import Tuning, search
 
@@ -73,7 +73,7 @@ def as_models(model: Any) -> list[nn.Module]:
 
 def device_of(models: Sequence[nn.Module]) -> torch.device:
     """Return where the models compute; ConfigError where they have no parameters."""
-    parameters = [p for model in models for p in model.parameters()]
+    parameters = [*each_parameter(models)]
     if parameters:
         return compute_device(parameters)
     names = ", ".join(type(m).__name__ for m in models) or "nothing"
@@ -97,6 +97,13 @@ def check_parts(
                 "call its own step(): leave it out and give skip_nonfinite=True to prepare(), or to a host's "
                 "adapter, and clip_norm= to amp.step()"
             )
+    empty = sum(p.is_meta for optimizer in optimizers for p in parameters_of(optimizer))
+    if empty:
+        raise ConfigError(
+            f"{empty} parameters are on the meta device, without values: call model.to_empty(device=...) "
+            "first (after model.bfloat16(), where fp32 would not fit), then build the optimizer and prepare; "
+            "amp.load() or load_state_dict() gives them values"
+        )
     check_parameters(models, optimizers)
     check_expanded(models, optimizers)
     wide = sum(p.dtype == torch.float64 for model in models for p in model.parameters())

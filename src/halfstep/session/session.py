@@ -259,7 +259,7 @@ class Session(Setup):
             self.state = opened(self.state, self._steppers, indices, loss_id)
             self._nonfinite.backward(loss)
             if self.precision.stores_low:
-                self._ranks.fit_gradients(w for i in indices for w in weights_of(optimizers[i]))
+                self._ranks.fit_gradients([w for i in indices for w in weights_of(optimizers[i])])
             scale.scale(loss).backward(**kwargs)
 
     @contextmanager

@@ -30,7 +30,7 @@ from halfstep.policy.levels import Level
 from halfstep.session.precision import Precision
 from halfstep.session.preparation import Preparation, Prepared, check_states
 from halfstep.torch_private import hooks_after_load
-from halfstep.trees import compute_device
+from halfstep.trees import compute_device, each_parameter
 from halfstep.tuning.search import Tuning
 
 
@@ -68,7 +68,7 @@ class Setup:
     @property
     def device(self) -> torch.device:
         """Where the models compute now: the accelerator that any parameter is on, else the CPU."""
-        return compute_device(p for model in self.models for p in model.parameters())
+        return compute_device(each_parameter(self.models))
 
     @property
     def conversions(self) -> list[Conversion]:
