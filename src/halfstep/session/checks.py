@@ -361,8 +361,8 @@ class NonFinite:
             self._said = True
             cures = (f"{place}: {text}: {cure}" for place, text, cure in zero_epsilons(self._optimizers))
             doctor = (
-                "`halfstep doctor` names the op that made them; on_nonfinite='skip' in prepare(), a Trainer or "
-                "a host's adapter skips such steps"
+                "`halfstep doctor` names the op that made them; on_nonfinite='skip' in prepare(), a Trainer "
+                "or a host's adapter skips such steps"
             )
             warn(
                 f"step {step}: gradients {where}hold inf or NaN and the step was taken, as plain "
