@@ -39,6 +39,9 @@ EXCEPT_IN_FP16_AT_O3 = {
 }
 SLOW = ("linalg.pinv.singular", "nn.Transformer", "nn.TransformerEncoder")
 SLOW_WHERE_LONG = ("nn.GRU", "nn.MultiLabelMarginLoss")
+EXCEPT_WHERE_LONG = {
+    "nn.BatchNorm1d": "torch's kernel adds images one by one in fp32: off by 1 % at 65,536 of 3 values",
+}
 LARGE = ("nn.AdaptiveMaxPool3d", "nn.AvgPool3d", "nn.BatchNorm2d", "nn.BatchNorm3d", "nn.Conv3d")
 EXCEPT_AT_O3 = {
     **dict.fromkeys(("log_softmax", "nn.LogSoftmax", "logsumexp", "nn.functional.cross_entropy"), _ROUNDED),
@@ -68,14 +71,14 @@ def outgrown(
                     continue
                 met.add((word, name))
                 for i, result in enumerate(results):
-                    if result.outgrows(way.dtype) and name not in allowed(word):
+                    if result.outgrows(way.dtype) and name not in allowed(word, n):
                         lost[word, name] = f"{case.name}, result {i} of {len(results)}: {result}"
     return collections.Counter(word for word, _ in met), lost
 
 
-def allowed(way: str) -> dict[str, str]:
+def allowed(way: str, n: int) -> dict[str, str]:
     level, dtype = way.split()
-    found = EXCEPT | (EXCEPT_AT_O3 if level == "O3" else {})
+    found = EXCEPT | (EXCEPT_AT_O3 if level == "O3" else {}) | (EXCEPT_WHERE_LONG if n > 4096 else {})
     in_fp16 = EXCEPT_IN_FP16 | (EXCEPT_IN_FP16_AT_O3 if level == "O3" else {})
     return found | (in_fp16 if dtype == "fp16" else {})
 
