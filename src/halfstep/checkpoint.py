@@ -3,7 +3,7 @@
 `save` and `load` are of one file, which `torch.load(path, weights_only=True)` reads too. `write_folder` and
 `read_manifest` are of a folder that any number of ranks writes and any other number reads: a safetensors file
 a rank (`shardfiles`) and `manifest.json` with the SHA-256 of each. Nothing is pickled there. What stands in
-it is the business of `session/saving.py`.
+it is the business of `session/saving.py` and `loading.py`.
 """
 
 from __future__ import annotations

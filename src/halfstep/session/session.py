@@ -38,7 +38,7 @@ from halfstep.optim.resolution import find_idle_steps
 from halfstep.policy.levels import LOW_DTYPES
 from halfstep.scaling.loss_scale import LossScale, NoLossScale
 from halfstep.scaling.skips import SkipCount
-from halfstep.session import saving
+from halfstep.session import loading, saving
 from halfstep.session.checks import (
     LEFT,
     SKIPPED_IN_A_ROW,
@@ -585,7 +585,7 @@ class Session(Setup):
 
         return restore
 
-    save, wait_until_saved, load = saving.save, saving.wait_until_saved, saving.load
+    save, wait_until_saved, load = saving.save, saving.wait_until_saved, loading.load
 
     def revert(self) -> None:
         """Undo `prepare`: fp32 weights (exact where there are masters), optimizers as they were, no hooks."""
