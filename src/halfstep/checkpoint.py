@@ -335,7 +335,8 @@ def manifest_of(folder: Path, number: int = 0, ranks: int = 1) -> dict[str, Any]
             f"no checkpoint at {folder}: it has no {MANIFEST}{hint}", damaged=True
         ) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{path} is damaged or not a manifest: {error}", damaged=True) from error
+        what = f"it has no {error}" if isinstance(error, KeyError) else error
+        raise CheckpointError(f"{path} is damaged or not a manifest: {what}", damaged=True) from error
     return manifest
 
 

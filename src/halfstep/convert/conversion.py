@@ -58,7 +58,16 @@ from halfstep.trees import compute_device
 _CONVERTED: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 #: Each gives a context in which a model is converted, for who wants to see what that does to it.
 around: list[Callable[[nn.Module], AbstractContextManager[None]]] = []
-_WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "DataParallel"}
+_WRAPPERS = {
+    "DistributedDataParallel": "convert the model, then wrap it",
+    "DataParallel": "convert the model, then wrap it",
+    "FullyShardedDataParallel": (
+        "it has flattened the parameters, whose dtypes O2 and O3 would change: shard with "
+        "hs.distributed.shard(model) in its place, or keep fp32 weights by prepare(model, optimizer, "
+        "level='O1', norm_group=model.process_group)"
+    ),
+}
+"""What belongs around a prepared model, and what to do where it is there before."""
 
 
 @dataclass(frozen=True)
@@ -266,10 +275,9 @@ def _read(
 def _check_model(model: nn.Module, stores: bool, changes: bool) -> None:
     for path, module in model.named_modules():
         kinds = {base.__name__ for base in type(module).__mro__}
-        if changes and kinds & _WRAPPERS:
-            raise ConfigError(
-                f"{type(module).__name__} at {path or 'the root'}: convert the model, then wrap it"
-            )
+        if changes and kinds & _WRAPPERS.keys():
+            cure = _WRAPPERS[(kinds & _WRAPPERS.keys()).pop()]
+            raise ConfigError(f"{type(module).__name__} at {path or 'the root'}: {cure}")
         if module in _CONVERTED:
             raise ConfigError(
                 f"{path or 'this model'} was already converted to {_CONVERTED[module]}: revert() that first "
@@ -391,7 +399,8 @@ class Casting:
                 if before[1] != dtype:
                     raise PlanError(
                         f"{first[id(tensor)]!r} and {name!r} are one tied tensor, but the plan wants "
-                        f"{dtype_name(before[1])} and {dtype_name(dtype)}: give both modules one rule"
+                        f"{dtype_name(before[1])} and {dtype_name(dtype)}: give both modules one rule. Where "
+                        "results of a 16-bit head are to be fp32, output='fp32' leaves its weight as it is"
                     )
                 if first.setdefault(id(tensor), name) == name:
                     self._note(path, f"{what} {key}", tensor.dtype, dtype, why)

@@ -350,11 +350,8 @@ def _check(
     own = _OWN_IN_FORMAT_1 if manifest["format"] == 1 else _OWN
     saved = {n: list(shape) for n, shape in found.wholes.items() if not n.startswith(own)}
     checkpoint.check_shapes(saved, {name: list(t.shape) for name, t, _ in tensors})
-    theirs = [one["algorithm"] for one in manifest["optimizers"]]
-    ours = [checkpoint.algorithm_of(o) for o in session.optimizers]
-    if theirs != ours:
-        raise CheckpointError(f"the checkpoint is of other optimizers: {theirs} saved it, here are {ours}")
     here = optimizer_names(session, tensors)
+    _check_optimizers(session, here, manifest["optimizers"])
     for optimizer, names, saved in zip(session.optimizers, here, manifest["optimizers"]):
         sources = _match_groups(optimizer, names, saved)
         if schedulers and sources != sorted(sources):
@@ -365,6 +362,29 @@ def _check(
     ((kind, held),) = dict(manifest["rest"]["dict"])["schedulers"].items()
     count = len(held[1] if kind == "rows" else held)
     checkpoint.check_schedulers(count, len(schedulers))
+
+
+def _check_optimizers(
+    session: Session, here: Sequence[Sequence[str]], saved: Sequence[Mapping[str, Any]]
+) -> None:
+    """Raise CheckpointError where the optimizers are of other kinds or in another order than those saved."""
+    held, saved_held = [{*names} for names in here], [{*one["names"]} for one in saved]
+    if held != saved_held and sorted(map(sorted, held)) == sorted(map(sorted, saved_held)):
+        order = [saved_held.index(names) for names in held]
+        raise CheckpointError(
+            f"the session's optimizers stand in another order than when they were saved: of the saved ones "
+            f"they are, by the names of their parameters, numbers {order}. Give prepare() the optimizers in "
+            "the saved order, and load() the schedulers in it"
+        )
+    theirs = [one["algorithm"] for one in saved]
+    ours = [checkpoint.algorithm_of(o) for o in session.optimizers]
+    if theirs != ours:
+        raise CheckpointError(
+            f"the checkpoint is of other optimizers: {theirs} saved it, here are {ours}. Prepare with the "
+            "saved kind to resume. To go on with another, load with the saved kind and revert(), give the "
+            "new optimizer what fits (new.load_state_dict(old.state_dict()), Adam's to AdamW say), and "
+            "prepare again with it"
+        )
 
 
 def _read_optimizer(

@@ -186,6 +186,7 @@ def _on_every_rank(make: Callable[[], checkpoint.Contents], group: Group | None)
 def _contents(session: Session, schedulers: Sequence[Any], position: Any, extra: Any) -> checkpoint.Contents:
     """All that this rank writes; CheckpointError for what cannot be saved, or not now."""
     _check_gradients(session)
+    _check_spread(session)
     make_ready(session)
     pieces, group = dict[str, Piece](), session.group
     held: dict[str, Any] = {"": rank(group) if session.stages else 0}
@@ -211,11 +212,27 @@ def _check_gradients(session: Session) -> None:
     pending = frozenset[int]().union(*(loss.waiting for loss in session.state.losses))
     for index in sorted(pending):
         stepper = session._steppers[index]
-        applied = stepper.releases and stepper.optimizer.release.stats(None) is not None
-        if applied or holds_values(stepper.optimizer):
+        if stepper.releases and stepper.optimizer.release.stats(None) is not None:
+            raise CheckpointError(
+                "save() between backward() and step(), where released gradients are applied already: call "
+                "step() first, which ends that step"
+            )
+        if holds_values(stepper.optimizer):
             raise CheckpointError(
                 "save() between backward() and step(): gradients are not saved. Call step() first, or "
                 "zero_grad() to drop them"
+            )
+
+
+def _check_spread(session: Session) -> None:
+    """Raise CheckpointError for an optimizer that gives its state on one rank alone."""
+    for optimizer in session.optimizers:
+        if hasattr(optimizer, "consolidate_state_dict"):
+            raise CheckpointError(
+                f"save() with {type(optimizer).__name__}, which keeps each state on one rank, and gives all "
+                "on one alone: call optimizer.consolidate_state_dict(to=0) on every rank, and save the "
+                "state_dict() of model, optimizer and session on rank 0. Or shard with "
+                "hs.distributed.shard(model), which save() writes from every rank"
             )
 
 
