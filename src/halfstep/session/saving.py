@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from halfstep import checkpoint, rng, shardfiles
+from halfstep.devices import refuse_reading
 from halfstep.distributed import gather, local_of, rank, world_size
 from halfstep.distributed.reduce import Group
 from halfstep.errors import CheckpointError, UnsupportedError
@@ -185,9 +186,9 @@ def _on_every_rank(make: Callable[[], checkpoint.Contents], group: Group | None)
 
 def _contents(session: Session, schedulers: Sequence[Any], position: Any, extra: Any) -> checkpoint.Contents:
     """All that this rank writes; CheckpointError for what cannot be saved, or not now."""
+    make_ready(session)
     _check_gradients(session)
     _check_spread(session)
-    make_ready(session)
     pieces, group = dict[str, Piece](), session.group
     held: dict[str, Any] = {"": rank(group) if session.stages else 0}
     masters = _masters(session)
@@ -247,6 +248,7 @@ def _writer_of(path: str | Path, storage: Any, keep_last: int | None) -> Callabl
 
 def make_ready(session: Session) -> None:
     """Before a save or a load: wait for the save under way; CheckpointError where weights are stand-ins."""
+    refuse_reading(session.device, "amp.save() or amp.load()")
     if session.evaluates:
         raise CheckpointError(
             "save() or load() inside `with amp.evaluating()`, where the weights are stand-ins: call it "

@@ -23,7 +23,7 @@ from halfstep.casting import kernel_choice
 from halfstep.casting.kernel_facts import does_not_pay
 from halfstep.casting.kernel_probes import measurements
 from halfstep.checkpoint import Background
-from halfstep.devices import refuse_capture
+from halfstep.devices import refuse_capture, refuse_reading
 from halfstep.distributed import all_ranks, world_size
 from halfstep.distributed.reduce import largest_of_ranks
 from halfstep.errors import ConfigError, HalfstepWarning, UnsupportedError, show
@@ -513,6 +513,7 @@ class Session(Setup):
 
     def step_without_batch(self) -> None:
         """Take part in a step of ranks that still have batches; see `halfstep.distributed.join`."""
+        refuse_capture(self.device, "amp.step_without_batch()")
         if len(self.loss_scales) > 1:
             raise UnsupportedError(
                 "a rank without batches cannot tell which of several losses the others stepped: use one "
@@ -549,7 +550,9 @@ class Session(Setup):
     def replayable(self, step: Callable[..., Any], *batch: Any) -> Any:
         """Run `step(*batch)` so that it can be traced; a bad step is replayed and its first bad op named.
 
-        What is traced is named in a warning, in `LossScaleCollapsed`, and kept by the `Replayable`.
+        What is traced is named in a warning, in `LossScaleCollapsed`, and kept by the `Replayable`. On an
+        accelerator the verdict on a step is read when the next one begins: until then, or until the cycle
+        collector runs, the last step keeps what it refers to, this session too.
         """
         if self._replay is None:
             self._replay = Replayable(self)
@@ -557,10 +560,12 @@ class Session(Setup):
 
     def sync(self) -> None:
         """Wait for every outcome still on its way from the device, so that `skips` is up to date."""
+        refuse_reading(self.device, "amp.sync()")
         self._queue.drain()
 
     def state_dict(self) -> dict[str, Any]:
         """Loss scale, counts and kernels as plain values; models and optimizers save themselves."""
+        refuse_reading(self.device, "amp.state_dict()")
         self.sync()
         return {
             "format": 1,
