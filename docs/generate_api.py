@@ -138,10 +138,10 @@ def body(thing: Any) -> list[str]:
     """A docstring as markdown: paragraphs, examples as code, and a list for each section."""
     text, found = sections(thing)
     arguments = found.setdefault("Args", [])
-    for parameter in inspect.signature(thing).parameters.values() if callable(thing) else ():
-        given = typing.get_args(parameter.annotation)
-        if options_of(parameter):
-            arguments += sections(given[0])[1].get("Args", [])
+    made = getattr(thing.__init__ if inspect.isclass(thing) else thing, "__annotations__", {})
+    for kind in map(typing.get_args, made.values()):  # `**options: Unpack[SomeTypedDict]`
+        if len(kind) == 1 and typing.is_typeddict(kind[0]):
+            arguments += sections(kind[0])[1].get("Args", [])
     lines: list[str] = []
     for block in re.split(r"\n\s*\n", text.strip()):
         code = block.lstrip().startswith(">>>")

@@ -107,8 +107,8 @@ def test_every_generator_comes_back(tmp_path):
 
 
 def files(folder, *steps):
-    """A folder of checkpoints as earlier versions wrote them, in one file each."""
-    return [checkpoint.save(folder / f"step-{step:08d}.pt", {"step": step}) for step in steps]
+    """A folder of checkpoints, whose names alone it goes by: here a file each."""
+    return [checkpoint.save(folder / f"step-{step:08d}", {"step": step}) for step in steps]
 
 
 def read(folder):
@@ -121,7 +121,7 @@ def read(folder):
 def test_a_folder_goes_on_from_its_newest(tmp_path):
     assert read(CheckpointFolder(tmp_path)) == []
     files(tmp_path, 5, 100, 15)
-    assert [p.name for p in CheckpointFolder(tmp_path).paths()][-1] == "step-00000100.pt"
+    assert [p.name for p in CheckpointFolder(tmp_path).paths()][-1] == "step-00000100"
     assert read(CheckpointFolder(tmp_path)) == [{"step": 100}]
 
 
@@ -130,21 +130,19 @@ def test_a_damaged_newest_checkpoint_is_told_and_the_one_before_is_taken(tmp_pat
     third.write_bytes(b"rubbish")
     second.write_bytes(b"")
     folder = CheckpointFolder(tmp_path, keep=1)
-    with pytest.warns(
-        HalfstepWarning, match=r"step-0000000[23].pt is corrupt.*going on from step-00000001.pt"
-    ):
+    with pytest.warns(HalfstepWarning, match=r"step-0000000[23] is corrupt.*going on from step-00000001"):
         assert read(folder) == [{"step": 1}]
     assert (folder.has(1), folder.has(2)) == (True, False)
-    names = ["step-00000001.pt", "step-00000002.pt.damaged", "step-00000003.pt.damaged"]
+    names = ["step-00000001", "step-00000002.damaged", "step-00000003.damaged"]
     assert sorted(p.name for p in tmp_path.iterdir()) == names
 
 
 def test_where_all_are_damaged_the_folder_is_left_as_it_is(tmp_path):
     (path,) = files(tmp_path, 2)
     path.write_bytes(b"rubbish")
-    with pytest.raises(CheckpointError, match=r"step-00000002.pt is corrupt.*no earlier checkpoint.*afresh"):
+    with pytest.raises(CheckpointError, match=r"step-00000002 is corrupt.*no earlier checkpoint.*afresh"):
         read(CheckpointFolder(tmp_path))
-    assert [p.name for p in tmp_path.iterdir()] == ["step-00000002.pt"]
+    assert [p.name for p in tmp_path.iterdir()] == ["step-00000002"]
 
 
 def test_a_folder_that_keeps_nothing_is_refused(tmp_path):

@@ -79,6 +79,14 @@ def test_one_function_moves_tensors_without_waiting():
     assert moving == {"trees.py::move_to", "devices/transfer.py::send_to_host"}
 
 
+def test_one_function_warns():
+    """It finds the line of the user's program, however deep the call stands: a count of frames goes stale."""
+    warning = {
+        where for where, call in calls() if ast.unparse(call.func) in ("warnings.warn", "warn_explicit")
+    }
+    assert warning == {"errors.py::warn"}
+
+
 MAKERS = {"zeros", "ones", "full", "empty", "arange", "tensor", "rand", "randn", "eye", "linspace"}
 AS_USERS_DO = ("compat/", "conformance/", "recipes/")
 

@@ -18,7 +18,6 @@ import re
 import secrets
 import shutil
 import sys
-import warnings
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -35,12 +34,12 @@ from torch.optim import Optimizer
 from halfstep import shardfiles
 from halfstep.distributed import gather, gather_on_first, rank, world_size
 from halfstep.distributed.reduce import Group
-from halfstep.errors import CheckpointError, HalfstepWarning, show
+from halfstep.errors import CheckpointError, show, warn
 from halfstep.shardfiles import Piece
 from halfstep.trees import tensors_in
 
-FOLDER_FORMATS = (1, 2, 3)
-"""Versions of the layout of a folder that are read; the last one is written."""
+FOLDER_FORMAT = 3
+"""The version of the layout of a folder that is written and read."""
 MANIFEST = "manifest.json"
 
 
@@ -179,11 +178,9 @@ def warn_if_threads_differ(saved: int) -> None:
     """Warn once when a run resumes with another thread count, since sums may then round differently."""
     now = torch.get_num_threads()
     if now != saved:
-        warnings.warn(
+        warn(
             f"the checkpoint was written with {saved} threads and resumes with {now}: "
-            "results may differ in the last bits",
-            HalfstepWarning,
-            stacklevel=3,
+            "results may differ in the last bits"
         )
 
 
@@ -307,13 +304,11 @@ def manifest_of(folder: Path, number: int = 0, ranks: int = 1) -> dict[str, Any]
     path = folder / MANIFEST
     try:
         manifest = json.loads(_text_of(path))
-        *earlier, present = FOLDER_FORMATS
-        if manifest["format"] not in FOLDER_FORMATS:
-            known = ", ".join(map(str, earlier))
+        if manifest["format"] != FOLDER_FORMAT:
             raise CheckpointError(
-                f"{folder} has layout {manifest['format']!r}; this version reads {known} and {present}"
+                f"{folder} has layout {manifest['format']!r}; this version reads {FOLDER_FORMAT}"
             )
-        if manifest["format"] != 1 and manifest.pop("sha256") != checksum_of(manifest):
+        if manifest.pop("sha256") != checksum_of(manifest):
             raise ValueError("its checksum is not the one it states")
         for place, (name, known) in enumerate(sorted(manifest["files"].items())):
             if Path(name).name != name or not name.endswith(".safetensors"):
@@ -325,9 +320,7 @@ def manifest_of(folder: Path, number: int = 0, ranks: int = 1) -> dict[str, Any]
                 raise CheckpointError(told, damaged=True)
     except NotADirectoryError:
         raise CheckpointError(
-            f"{folder} is one file, Session.load reads the folders of Session.save: a Trainer's file is read "
-            "by Trainer(..., checkpoints=its folder).fit(..., resume=True), on any number of ranks",
-            damaged=True,
+            f"{folder} is one file; Session.load reads the folders that Session.save writes", damaged=True
         ) from None
     except FileNotFoundError:
         hint = "; storage='dcp' reads what was saved with it" if (folder / ".metadata").exists() else ""
@@ -507,8 +500,8 @@ def older(name: str, others: Iterable[str]) -> list[str]:
 class CheckpointFolder:
     """The last `keep` checkpoints of one run in one folder: `step-00000100`, as `Session.save` writes them.
 
-    Files `step-00000100.pt` of earlier versions count too, nothing else does. A folder that holds checkpoints
-    which this object neither wrote nor loaded belongs to another run: `claim` refuses it.
+    Nothing else in the folder counts. One that holds checkpoints which this object neither wrote nor loaded
+    belongs to another run: `claim` refuses it.
     """
 
     def __init__(self, folder: str | Path, keep: int = 3) -> None:
@@ -520,8 +513,8 @@ class CheckpointFolder:
     def paths(self) -> list[Path]:
         """Finished checkpoints, oldest first."""
         found = self.folder.iterdir() if self.folder.is_dir() else ()
-        named = [path for path in found if re.fullmatch(r"step-\d{8,}(\.pt)?", path.name)]
-        return sorted(named, key=lambda path: (int(path.stem[len("step-") :]), not path.suffix))
+        named = [path for path in found if re.fullmatch(r"step-\d{8,}", path.name)]
+        return sorted(named, key=lambda path: int(path.name.removeprefix("step-")))
 
     def has(self, step: int) -> bool:
         """Whether the checkpoint of `step` was written or loaded here."""
@@ -529,7 +522,7 @@ class CheckpointFolder:
 
     def claim(self) -> None:
         """Raise CheckpointError where the folder holds checkpoints of another run."""
-        strangers = [path.name for path in self.paths() if path.stem not in self._known]
+        strangers = [path.name for path in self.paths() if path.name not in self._known]
         if strangers:
             raise CheckpointError(
                 f"{self.folder} holds checkpoints of another run ({_some(strangers)}): pass resume=True to "
@@ -551,7 +544,7 @@ class CheckpointFolder:
         """
         damaged: list[tuple[Path, CheckpointError]] = []
         paths = self.paths()
-        self._known |= {path.stem for path in paths}
+        self._known |= {path.name for path in paths}
         while paths:
             path = paths.pop()
             try:
@@ -562,7 +555,7 @@ class CheckpointFolder:
                 damaged.append((path, error))
                 continue
             for other, error in damaged:
-                self._known.discard(other.stem)
+                self._known.discard(other.name)
                 _set_aside(other, f"{error}; it is now {other.name}.damaged, going on from {path.name}")
             return
         if damaged:
@@ -578,4 +571,4 @@ def _set_aside(path: Path, told: str) -> None:
         shutil.rmtree(aside)
     with suppress(FileNotFoundError):  # another rank did it
         os.replace(path, aside)
-        warnings.warn(told, HalfstepWarning, stacklevel=5)
+        warn(told)

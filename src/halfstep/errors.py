@@ -3,6 +3,9 @@
 Each message says what was given, what was expected and what to change; `show` writes what was given.
 """
 
+import sys
+import warnings
+
 
 class HalfstepError(Exception):
     """Base of every error raised by halfstep."""
@@ -72,3 +75,18 @@ def show(x: object) -> str:
     if len(shown) <= 100 and shown.isprintable():
         return shown
     return f"an object of class {type(x).__name__}"
+
+
+def warn(message: str) -> None:
+    """Warn with a `HalfstepWarning` at the line of the user's program that led here.
+
+    That is the nearest one outside of this package, of torch and of contextlib, through which hooks and
+    context managers come; the first of all where there is none.
+    """
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _INSIDE:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, HalfstepWarning, stacklevel=level + 1)
+
+
+_INSIDE = ("halfstep", "torch", "contextlib")

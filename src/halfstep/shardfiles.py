@@ -492,8 +492,5 @@ def unpacked(value: Any, read: Callable[[str], Tensor]) -> Any:
     if kind == "dict" or kind in _MAPPINGS:
         pairs = {unpacked(k, read): unpacked(v, read) for k, v in held}
         return _MAPPINGS[kind](pairs) if kind in _MAPPINGS else pairs
-    if kind == "rows":  # a list of dicts, as earlier versions wrote it
-        columns, rows = held
-        return [{c: v for c, v in zip(columns, row, strict=True) if v != []} for row in rows]
     items = [unpacked(item, read) for item in held]
     return items if kind == "list" else tuple(items)

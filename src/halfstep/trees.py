@@ -7,7 +7,7 @@ import dataclasses
 import inspect
 import math
 import struct
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -100,6 +100,22 @@ def accumulate_in_fp32(parameter: Tensor) -> None:
     grad, parameter.grad = parameter.grad, None
     parameter.grad_dtype = torch.float32
     parameter.grad = None if grad is None else grad.float()
+
+
+def each_parameter(modules: Iterable[torch.nn.Module]) -> Iterator[Tensor]:
+    """The parameters of modules and of all in them, a shared one as often as modules hold it.
+
+    For what looks at all of them in every step: `Module.parameters` also makes their names.
+    """
+    known, rest = set[torch.nn.Module](), list[torch.nn.Module | None](modules)
+    while rest:
+        module = rest.pop()
+        if module is not None and module not in known:
+            known.add(module)
+            rest += module._modules.values()
+            for p in module._parameters.values():
+                if p is not None:
+                    yield p
 
 
 def compute_device(parameters: Iterable[Tensor]) -> torch.device:

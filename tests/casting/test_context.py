@@ -87,6 +87,19 @@ def test_torch_autocast_keeps_its_values_after_our_regions() -> None:
     assert {name: t.dtype for name, t in got.items()} == expected
 
 
+@pytest.mark.parametrize("table", ["halfstep", "low"])
+def test_fp64_input_takes_a_norm_to_fp64_whatever_its_weights_are(table: str) -> None:
+    """A module that a plan keeps in fp64 may stand before it."""
+    x = torch.rand(6, 4, 3, dtype=FP64, generator=torch.Generator().manual_seed(0))
+    for dtype in (FP32, BF16):
+        w, mean, var = torch.ones(4, dtype=dtype), torch.zeros(4, dtype=dtype), torch.ones(4, dtype=dtype)
+        with autocast("cpu", BF16, policy=table):
+            layer = F.layer_norm(x.mT, (4,), w)
+            others = F.group_norm(x, 2, w), F.batch_norm(x, mean, var, w), F.instance_norm(x, None, None, w)
+        assert torch.equal(layer, F.layer_norm(x.mT, (4,), w.double()))
+        assert {t.dtype for t in others} == {FP64}
+
+
 def test_fp64_input_takes_a_low_op_to_fp64_and_complex_stays() -> None:
     x, w = torch.randn(4, 8), torch.randn(8, 8)
     with autocast("cpu", BF16):

@@ -257,6 +257,8 @@ FORWARD: dict[str, Callable[[Tensor], Tensor]] = {
     "adaptive_avg_pool3d": lambda s: F.adaptive_avg_pool3d(s.reshape(1, 1, USES, 2, 2), 2) * USES,
     "bilinear": lambda s: F.bilinear(s[:1, :1].expand(1, USES), s[:1, :1], s[:, :1].reshape(1, USES, 1)),
     "histc": lambda s: torch.histc(s[:, 0], 1, 0, 2),
+    "coalesce": lambda s: torch.sparse_coo_tensor(INDEX[None] * 0, s, (2, 4)).coalesce().values(),
+    "to_dense": lambda s: torch.sparse_coo_tensor(INDEX[None] * 0, s, (2, 4)).to_dense(),
     "sparse.mm": lambda s: torch.sparse.mm(
         torch.sparse_coo_tensor(torch.stack([INDEX * 0, torch.arange(USES)]), torch.ones(USES), (2, USES)), s
     ),

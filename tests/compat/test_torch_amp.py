@@ -31,7 +31,7 @@ def quiet():
     """The one warning about absent CUDA has been given."""
     torch_amp._warn_once.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch_amp, "_warn_once", lambda message, stacklevel: None)
+        patch.setattr(torch_amp, "_warn_once", lambda message: None)
         yield
 
 

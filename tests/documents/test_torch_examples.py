@@ -17,7 +17,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 def run(capsys, monkeypatch):
     def run(name, *arguments):
         monkeypatch.setattr(sys, "argv", [name, *arguments])
-        monkeypatch.setattr(torch_amp, "_warn_once", lambda message, stacklevel: None)
+        monkeypatch.setattr(torch_amp, "_warn_once", lambda message: None)
         runpy.run_path(str(EXAMPLES / name), run_name="__main__")
         return capsys.readouterr().out
 

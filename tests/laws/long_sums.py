@@ -283,7 +283,10 @@ def module_cases(share: int = 1, each: int = 6) -> Iterator[tuple[str, list[Case
 
 def _with_parameters(module: nn.Module) -> Call:
     def call(parameters: dict[str, Tensor], *args: Any, **kwargs: Any) -> Any:
-        buffers = {name: b.clone() for name, b in module.named_buffers()}
+        given = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        wide = FP64 if any(t.dtype is FP64 for t in given) else FP32  # statistics, as they are at each level
+        made = {name: b.clone() for name, b in module.named_buffers()}
+        buffers = {name: b.to(wide) if b.is_floating_point() else b for name, b in made.items()}
         return torch.func.functional_call(module, (parameters, buffers), args, kwargs)
 
     return call

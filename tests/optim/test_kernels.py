@@ -154,6 +154,20 @@ def test_without_numba_the_reference_runs_and_says_so_once(monkeypatch: pytest.M
         assert torch.equal(bits(p), bits(q))
 
 
+def test_who_waits_for_the_compiler_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    from halfstep.kernels.cpu import bits as kernels
+
+    monkeypatch.setattr(kernels, "PATIENCE", -1.0)
+    twice = kernels.compiled("int64(int64)", "twice")(lambda x: 2 * x)
+    assert twice(21) == 42
+    assert capsys.readouterr().err == "halfstep: compiled a kernel in 0 s; the next run finds it on disk\n"
+    monkeypatch.setattr(kernels, "PATIENCE", 100.0)
+    kernels.compiled("int64(int64)", "thrice")(lambda x: 3 * x)
+    assert capsys.readouterr().err == ""
+
+
 @pytest.mark.long
 def test_a_second_process_compiles_nothing(tmp_path: Path):
     """The next finds on disk what one compiled: updates with a look and without, looks."""

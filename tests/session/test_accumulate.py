@@ -48,6 +48,20 @@ def test_small_micro_batches_are_kept_beside_a_large_one(level, kind, dtype, sca
         assert model.weight.grad.dtype == model.weight.dtype  # one backward takes no more memory than before
 
 
+@pytest.mark.parametrize("repeats", [False, True])
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_sparse_gradients_add_up_in_fp32_too(level, repeats):
+    """Over micro-batches, and over the uses of a row that one gradient lists."""
+    table = nn.Embedding(2, 1, sparse=True)
+    amp = hs.prepare(table, torch.optim.SGD(table.parameters(), lr=1.0), level=level, dtype="bf16")
+    if repeats:
+        index = torch.zeros(259, 1, dtype=torch.long)
+        amp.backward(table.weight.gather(0, index, sparse_grad=True).sum())
+    for gradient in () if repeats else (256.0, 1.0, 1.0, 1.0):
+        amp.backward(gradient * table(torch.tensor([0])).sum())
+    assert amp.step().grad_norm == torch.tensor(259.0).bfloat16().item()
+
+
 @pytest.mark.parametrize("kind", ["sgd", "foreach", "adamw"])
 def test_weights_are_those_of_fp32_sums_of_the_16_bit_gradients(kind):
     def build():

@@ -130,7 +130,8 @@ def runner(
     round the output, forward and backward. `kernels`: where given, it says so for each op instead.
     """
     if row is None and site.native is None:
-        return None if site.summing is call_of(site.op) else lambda _, args, kwargs: site.below(args, kwargs)
+        under, call = site.under, site.summing
+        return None if call is call_of(site.op) else lambda _, args, kwargs: under(call, *args, **kwargs)
     if row is None:
         return site.untouched
     rule, native = row.rule, site.native_rule
@@ -359,7 +360,8 @@ def _norm_runner(site: OpOnDevice) -> Runner:
     where the kernel cannot mix the two.
 
     CPU kernels take fp32 parameters beside a 16-bit input, but for `rms_norm`; CUDA's do where there are
-    running statistics in that op. Other parameters are cast to the dtype of these statistics or of the input.
+    running statistics in that op. Other parameters are cast to the dtype of these statistics or of the input;
+    beside statistics an fp64 input is, and its result is widened again.
     """
     positions = _NORM_PARAMETERS[site.name]
     has_statistics = site.name in ("batch_norm", "instance_norm")
@@ -371,6 +373,10 @@ def _norm_runner(site: OpOnDevice) -> Runner:
         x, kept = args[0], args[3] if has_statistics else None
         into = (x if kept is None else kept).dtype
         dtypes = {args[i].dtype for i in positions if i < len(args) and args[i] is not None}
+        if x.dtype is _F64 and {into, *dtypes} != {_F64}:  # as a LOW op: all of it in fp64
+            if kept is None:
+                return site.below(cast_parameters(args, _F64), kwargs)
+            return run(_, [x.to(into), *args[1:]], kwargs).to(_F64)
         if not dtypes - {into} or (mixes and dtypes == {_F32}):
             return site.below(args, kwargs)
         is_low = x.dtype is not _F32 and x.dtype in CASTABLE
@@ -386,7 +392,7 @@ def _norm_runner(site: OpOnDevice) -> Runner:
         changed = list(args)
         for i in positions:
             value = args[i] if i < len(args) else None
-            if value is not None and value.dtype in CASTABLE and into in CASTABLE:
+            if value is not None and value.dtype in CASTABLE and (into in CASTABLE or into is _F64):
                 changed[i] = value.to(into)
         return changed
 

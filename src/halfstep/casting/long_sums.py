@@ -26,6 +26,7 @@ from halfstep.torch_private import functorch_level, in_forward_ad, is_jit_tracin
 Call = Callable[..., Any]
 F32 = torch.float32
 LOW = frozenset({torch.float16, torch.bfloat16})
+_PLAIN_OR_NONE = PLAIN | {type(None)}
 #: Elements of a block of rows that backward widens at a time: 1 MiB in fp32, which stays in a core's cache.
 #: Measured from 2^16 to 2^20; a whole copy of 32 MiB or more costs up to seven times the kernel it serves.
 _BLOCK = 2**18
@@ -47,15 +48,15 @@ def _is_low(t: Any) -> bool:
     return isinstance(t, Tensor) and t.dtype in LOW
 
 
-def _trains(*tensors: Any) -> bool:
-    """Whether one of these is 16-bit and gets a gradient."""
-    return torch.is_grad_enabled() and any(_is_low(t) and t.requires_grad for t in tensors)
+def _trains(t: Any) -> bool:
+    """Whether this is 16-bit and gets a gradient."""
+    return _is_low(t) and t.requires_grad and torch.is_grad_enabled()
 
 
-def _has_function(*tensors: Any) -> bool:
+def _has_function(*tensors: Tensor | None) -> bool:
     """Whether a Function of ours can stand for the op: function transforms and tracers take plain casts."""
     strange = functorch_level() is not None or in_forward_ad() or is_jit_tracing()
-    return not strange and all(type(t) in PLAIN for t in tensors if isinstance(t, Tensor))
+    return not strange and _PLAIN_OR_NONE.issuperset(map(type, tensors))
 
 
 # --- any op ------------------------------------------------------------------------------------------------
@@ -101,6 +102,13 @@ def _scattered(run: Callable[..., Any], call: Call, x: Tensor, *args: Any, **kwa
     """Run a scatter or gather as `run` does, but on eager CPU tensors, whose kernels add in fp32."""
     is_right = x.device.type == "cpu" and type(x) in PLAIN
     return call(x, *args, **kwargs) if is_right else run(call, x, *args, **kwargs)
+
+
+def _joined(call: Call, x: Tensor, dtype: torch.dtype | None = None, **kwargs: Any) -> Tensor:
+    """Run coalesce or to_dense on an fp32 copy where a 16-bit sparse tensor holds an element twice."""
+    x = x if dtype is None else x.to(dtype)
+    adds = _is_low(x) and x.layout is torch.sparse_coo and not x.is_coalesced()
+    return widened(call, x, **kwargs) if adds else call(x, **kwargs)
 
 
 # --- windows -----------------------------------------------------------------------------------------------
@@ -182,7 +190,7 @@ def _recurrent(has_cell: bool, call: Call, x: Tensor, second: Any, *args: Any) -
     steps = len(second) if is_packed else x.shape[int(args[-1])]  # the last argument: batches first
     weights = args[1] if is_packed else args[0]
     is_right = has_cell and x.dtype is torch.bfloat16 and x.device.type == "cpu" and sums_in_fp32(x.dtype)
-    adds = not is_right and steps > _FEW and _trains(x, *weights)
+    adds = not is_right and steps > _FEW and any(map(_trains, (x, *weights)))
     is_long = adds or (has_cell and steps > _STEPS)
     return widened(call, x, second, *args) if is_long else call(x, second, *args)
 
@@ -211,12 +219,23 @@ class LayerNorm(torch.autograd.Function):
     @staticmethod
     @not_compiled
     def forward(
-        ctx: Any, x: Tensor, shape: list[int], weight: Tensor | None, bias: Tensor | None, eps: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """x: (..., *shape), 16-bit; weight, bias: `shape`, 16-bit or fp32. The output, mean and 1/std."""
+        ctx: Any,
+        x: Tensor,
+        shape: list[int],
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        gives_all: bool,
+    ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+        """x: (..., *shape), 16-bit; weight, bias: `shape`, 16-bit or fp32.
+
+        The output; with `gives_all` mean and 1/std too.
+        """
         out, mean, rstd = _aten.native_layer_norm(x, shape, _wide(weight), _wide(bias), eps)
         ctx.save_for_backward(x, weight, bias, mean, rstd)
         ctx.shape = shape
+        if not gives_all:
+            return out
         statistics = [t.to(_statistics_dtype(x, weight, bias)) for t in (mean, rstd)]
         ctx.mark_non_differentiable(*statistics)
         return out, *statistics
@@ -249,7 +268,7 @@ class LayerNorm(torch.autograd.Function):
             found += [functools.reduce(torch.add, parts) for parts in columns[needs[0] :]]
         left = iter(found)
         to_x, to_weight, to_bias = (next(left) if need else None for need in needs)
-        return to_x, None, _like(to_weight, weight), _like(to_bias, bias), None
+        return to_x, None, _like(to_weight, weight), _like(to_bias, bias), None, None
 
 
 def _statistics_dtype(x: Tensor, *affine: Tensor | None) -> torch.dtype:
@@ -258,22 +277,26 @@ def _statistics_dtype(x: Tensor, *affine: Tensor | None) -> torch.dtype:
 
 
 def _wide(t: Tensor | None) -> Tensor | None:
-    return None if t is None else t.to(F32)
+    return t if t is None or t.dtype is F32 else t.to(F32)
 
 
 def _like(gradient: Tensor | None, t: Tensor) -> Tensor | None:
-    return None if gradient is None else gradient.to(t.dtype)
+    return gradient if gradient is None or gradient.dtype is t.dtype else gradient.to(t.dtype)
+
+
+def _sums_rows(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
+    """Whether a gradient of a layer_norm's weight or bias is a sum over rows of 16 bits."""
+    trained = (weight is not None and weight.requires_grad) or (bias is not None and bias.requires_grad)
+    return trained and _is_low(x) and torch.is_grad_enabled()
 
 
 def _native_layer_norm(
     call: Call, x: Tensor, shape: list[int], weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Any:
-    if not (_is_low(x) and torch.is_grad_enabled()) or not any(
-        t is not None and t.requires_grad for t in (weight, bias)
-    ):
+    if not _sums_rows(x, weight, bias):
         return call(x, shape, weight, bias, eps)
     if _has_function(x, weight, bias):
-        return LayerNorm.apply(x, list(shape), weight, bias, eps)
+        return LayerNorm.apply(x, list(shape), weight, bias, eps, True)
     out, *statistics = call(x.to(F32), shape, _wide(weight), _wide(bias), eps)
     return out.to(x.dtype), *(t.to(_statistics_dtype(x, weight, bias)) for t in statistics)
 
@@ -288,10 +311,11 @@ def _layer_norm(
     *cudnn: bool,
     **kwargs: bool,
 ) -> Tensor:
-    def native(*args: Any) -> tuple[Tensor]:
-        return (call(*args, *cudnn, **kwargs),)
-
-    return _native_layer_norm(native, x, shape, weight, bias, eps)[0]
+    if not _sums_rows(x, weight, bias):
+        return call(x, shape, weight, bias, eps, *cudnn, **kwargs)
+    if _has_function(x, weight, bias):
+        return LayerNorm.apply(x, list(shape), weight, bias, eps, False)
+    return call(x.to(F32), shape, _wide(weight), _wide(bias), eps, *cudnn, **kwargs).to(x.dtype)
 
 
 def _affine_in_fp32(
@@ -348,8 +372,20 @@ class Rows(torch.autograd.Function):
     @not_compiled
     def backward(ctx: Any, *grad_outputs: Tensor) -> Grads:
         """The table's gradient, of its shape."""
-        args = *ctx.saved_tensors, ctx.shape, ctx.padding, ctx.by_frequency
-        return RowSums.apply(grad_outputs[0], *args), None, None, None, None
+        (index,) = ctx.saved_tensors
+        args = grad_outputs[0], index, ctx.shape, ctx.padding, ctx.by_frequency
+        sums = RowSums.apply(*args) if torch.is_grad_enabled() else _row_sums(*args)
+        return sums, None, None, None, None
+
+
+def _row_sums(grad: Tensor, index: Tensor, shape: Any, padding: int, by_frequency: bool) -> Tensor:
+    index = index.reshape(-1).to(torch.int64).remainder(max(1, shape[0]))
+    sums = sum_rows(grad.reshape(len(index), math.prod(shape[1:])), index, shape[0])
+    if by_frequency:
+        sums /= torch.bincount(index, minlength=shape[0]).clamp_(min=1)[:, None]
+    if padding >= 0:
+        sums[padding] = 0
+    return sums.reshape(shape)
 
 
 class RowSums(torch.autograd.Function):
@@ -363,13 +399,7 @@ class RowSums(torch.autograd.Function):
         """grad: (*index.shape, *shape[1:]); the result: `shape`."""
         ctx.save_for_backward(index)
         ctx.padding, ctx.by_frequency = padding, by_frequency
-        index = index.reshape(-1).to(torch.int64).remainder(max(1, shape[0]))
-        sums = sum_rows(grad.reshape(len(index), math.prod(shape[1:])), index, shape[0])
-        if by_frequency:
-            sums /= torch.bincount(index, minlength=shape[0]).clamp_(min=1)[:, None]
-        if padding >= 0:
-            sums[padding] = 0
-        return sums.reshape(shape)
+        return _row_sums(grad, index, shape, padding, by_frequency)
 
     @staticmethod
     @not_compiled
@@ -421,8 +451,7 @@ def _embedding(
 
 def _index(call: Call, x: Tensor, indices: Any) -> Tensor:
     """`x[indices]`, where the same element may be taken many times, unless a mask takes them."""
-    numbers = [i for i in indices if i is not None and i.dtype not in (torch.bool, torch.uint8)]
-    if not numbers or not _trains(x):
+    if not _trains(x) or not any(i is not None and i.dtype not in (torch.bool, torch.uint8) for i in indices):
         return call(x, indices)
     if len(indices) == 1 and _has_function(x, *indices):
         return Rows.apply(x, indices[0], -1, False, functools.partial(call, x, indices))
@@ -454,7 +483,7 @@ def _embedding_bag(
 ) -> Any:
     """Bags of rows that are taken from the table first, so that each is in one place."""
     padding, weights = rest[2] if len(rest) > 2 else None, rest[0] if rest else None
-    if not _trains(table, weights):
+    if not (_trains(table) or _trains(weights)):
         return call(table, index, offsets, by_frequency, mode, sparse, *rest)
     is_plain = not by_frequency and mode < 2 and (padding is None or padding < 0)
     if not is_plain or not _has_function(table, index, offsets, weights):
@@ -476,6 +505,7 @@ _SUMS: Mapping[str, Callable[..., Any]] = {
     "index": _index,
     "index_select": _index_select,
     "take": _take,
+    **dict.fromkeys(("coalesce", "to_dense"), _joined),
     **dict.fromkeys(("index_put", "put"), functools.partial(_accumulated, widened)),
     **dict.fromkeys(("index_put_", "put_"), functools.partial(_accumulated, _in_place)),
     **dict.fromkeys(("gather", "scatter_add", "scatter_reduce"), functools.partial(_scattered, widened)),

@@ -21,6 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from halfstep.casting.context import autocast
 from halfstep.doctor.process import Enough, replace
 from halfstep.formats import dtype_name
+from halfstep.policy.levels import LOW_DTYPES
 from halfstep.torch_private import pytree
 from halfstep.trees import all_finite, cast_floats, gradients_of, parameters_of
 from halfstep.tuning.engine import FirstStep
@@ -114,7 +115,7 @@ class ForeignScript:
                 "functional code: it calls a module with weights that are not the module's own "
                 "(torch.func); call modules themselves to try it"
             )
-        if weight.dtype in (torch.float16, torch.bfloat16):
+        if weight.dtype in LOW_DTYPES:
             self._refuse(
                 f"its weights are {dtype_name(weight.dtype)} already; keep them in fp32 to try it, or let "
                 "halfstep doctor examine it as it is"

@@ -20,7 +20,7 @@ from halfstep.cli._progress import progress
 from halfstep.distributed import joined, rank, started_by_torchrun
 from halfstep.errors import ConfigError
 from halfstep.formats import dtype_name
-from halfstep.policy.levels import LEVELS, dtype_of, level_of
+from halfstep.policy.levels import LEVELS, LOW_DTYPES, dtype_of, level_of
 from halfstep.policy.plan import Plan
 from halfstep.recipes import RECIPES, Recipe, recipe_of
 from halfstep.recipes.runs import TimeBudget, TrainSetting, run_recipe, tune_recipe
@@ -155,7 +155,7 @@ class _Precisions:
                 LEVELS["O0"].check_dtype(chosen)
             dtypes = []
         for chosen in dtypes:
-            if chosen not in (torch.bfloat16, torch.float16):
+            if chosen not in LOW_DTYPES:
                 raise ConfigError(f"--dtype {dtype_name(chosen)}: expected bf16 or fp16 (fp32 is --level O0)")
         dtypes += [low for _, low in words.values() if low is not None]
         return cls(

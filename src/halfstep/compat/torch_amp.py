@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from types import ModuleType
@@ -24,7 +23,7 @@ from halfstep.casting.functions import custom_bwd
 from halfstep.casting.functions import custom_fwd as _custom_fwd
 from halfstep.casting.kernel_choice import table_of
 from halfstep.devices.capabilities import is_slow, resolve
-from halfstep.errors import HalfstepWarning
+from halfstep.errors import warn
 from halfstep.policy.ops import Rule, rows
 from halfstep.policy.policy import Policy
 from halfstep.scaling.grad_scaler import GradScaler as _GradScaler
@@ -54,9 +53,7 @@ def _present(kind: str) -> str:
     return resolve(None).type if _is_absent(kind) else kind
 
 
-@functools.cache
-def _warn_once(message: str, stacklevel: int) -> None:
-    warnings.warn(message, HalfstepWarning, stacklevel=stacklevel)
+_warn_once = functools.cache(warn)
 
 
 def _choice(
@@ -79,8 +76,7 @@ def _choice(
             _warn_once(
                 "autocast for CUDA, but CUDA is not available: the CPU runs it in the same dtype, by CUDA's "
                 "op list (torch would quietly compute in fp32). Write autocast('cpu') to choose this, or "
-                "enabled=False.",
-                stacklevel=4,
+                "enabled=False."
             )
     if not enabled:
         return kind, low, None
@@ -179,8 +175,7 @@ class GradScaler(_GradScaler):
             _warn_once(
                 "GradScaler for CUDA, but CUDA is not available: it scales losses and gradients all the "
                 "same, for autocast computes in 16 bits here too (torch would turn it off). Write "
-                "GradScaler('cpu') to choose this, or enabled=False.",
-                stacklevel=3,
+                "GradScaler('cpu') to choose this, or enabled=False."
             )
 
 

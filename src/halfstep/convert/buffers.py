@@ -6,7 +6,6 @@ what it meets) and which a running mean or a count, whose small changes 16 bits 
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Mapping
 
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.spectral_norm import SpectralNorm
 
-from halfstep.errors import HalfstepWarning
+from halfstep.errors import warn
 from halfstep.formats import dtype_name
 from halfstep.policy.levels import LOW_DTYPES
 from halfstep.torch_private import NormWithStatistics, hooks_of
@@ -79,12 +78,10 @@ class LowBuffers:
 def _warn(names: list[str], dtype: torch.dtype) -> None:
     more = f" and {len(names) - 4} more" if len(names) > 4 else ""
     several = len(names) > 1
-    warnings.warn(
+    warn(
         f"buffer{'s' if several else ''} {', '.join(map(repr, names[:4]))}{more}: stored in "
         f"{dtype_name(dtype)} and changed by the model in training, where small changes are rounded away, so "
         f"that a running mean or a count stops moving: keep {'each' if several else 'it'} in fp32 by a rule "
         "in prepare(plan=hs.Plan([hs.PlanRule("
-        f"{names[0]!r}, dtype='fp32')])), or make a count an integer (said once)",
-        HalfstepWarning,
-        stacklevel=5,
+        f"{names[0]!r}, dtype='fp32')])), or make a count an integer (said once)"
     )

@@ -53,7 +53,7 @@ from halfstep.policy.levels import LOW_DTYPES, Level, level_of
 from halfstep.policy.ops import Rule
 from halfstep.policy.plan import Plan, PlanRule
 from halfstep.policy.policy import Policy
-from halfstep.trees import compute_device
+from halfstep.trees import compute_device, each_parameter
 
 _CONVERTED: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 #: Each gives a context in which a model is converted, for who wants to see what that does to it.
@@ -260,7 +260,7 @@ def _read(
 ) -> tuple[Level | None, torch.dtype]:
     level, word = (None, None) if isinstance(plan_or_level, Plan) else level_of(plan_or_level)
     given = parse_dtype(dtype) if dtype is not None else word
-    device = compute_device(model.parameters())
+    device = compute_device(each_parameter([model]))
     if level is not None and level.compute_role == "full":
         return level, level.check_dtype(given)
     if given is None:
@@ -272,17 +272,20 @@ def _read(
     return level, given
 
 
+def _check_first(path: str, module: nn.Module) -> None:
+    if module in _CONVERTED:
+        raise ConfigError(
+            f"{path or 'this model'} was already converted to {_CONVERTED[module]}: revert() that first "
+            "(hs.revert(model) finds what prepared it)"
+        )
+
+
 def _check_model(model: nn.Module, stores: bool, changes: bool) -> None:
     for path, module in model.named_modules():
         kinds = {base.__name__ for base in type(module).__mro__}
-        if changes and kinds & _WRAPPERS.keys():
-            cure = _WRAPPERS[(kinds & _WRAPPERS.keys()).pop()]
-            raise ConfigError(f"{type(module).__name__} at {path or 'the root'}: {cure}")
-        if module in _CONVERTED:
-            raise ConfigError(
-                f"{path or 'this model'} was already converted to {_CONVERTED[module]}: revert() that first "
-                "(hs.revert(model) finds what prepared it)"
-            )
+        if changes and (wrappers := kinds & _WRAPPERS.keys()):
+            raise ConfigError(f"{type(module).__name__} at {path or 'the root'}: {_WRAPPERS[wrappers.pop()]}")
+        _check_first(path, module)
         if any(power.on for power in powers_of(module)):
             raise ConfigError(
                 f"{path or 'this model'} was already converted to another precision, as a copy of a "
@@ -357,7 +360,8 @@ class Casting:
 
     def run(self) -> Conversion:
         """Change the model; returns the record, which also takes back a part of it."""
-        _check_model(self.model, self.stores, self.edits)  # a model inside of another one, converted since
+        for path, module in self.paths.items() if self.edits else ():
+            _check_first(path, module)  # a model inside of another one, converted since
         with ExitStack() as stack:
             for listen in around:
                 stack.enter_context(listen(self.model))

@@ -285,9 +285,7 @@ def keeps_fp32(module: nn.Module, dtype: torch.dtype) -> bool:
     if kind is None or not tensors or any(t.dtype != torch.float32 for t in tensors):
         return False
     device = tensors[0].device.type
-    return dtype in (torch.float16, torch.bfloat16) and (
-        device == "meta" or _takes_mixed(kind, device, dtype)
-    )
+    return dtype in LOW_DTYPES and (device == "meta" or _takes_mixed(kind, device, dtype))
 
 
 @functools.lru_cache(maxsize=64)

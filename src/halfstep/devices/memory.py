@@ -5,9 +5,8 @@ from __future__ import annotations
 import ctypes
 import platform
 import sys
-import warnings
 
-from halfstep.errors import HalfstepWarning
+from halfstep.errors import warn
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4
 
@@ -20,11 +19,9 @@ def keep_freed_memory() -> bool:
     whether it took effect; where it cannot (no glibc), one warning says why.
     """
     if not sys.platform.startswith("linux") or platform.libc_ver()[0] != "glibc":
-        warnings.warn(
+        warn(
             f"keep_freed_memory needs Linux with glibc, this is {sys.platform} "
-            f"{platform.libc_ver()[0]}; large tensors are mapped afresh each time",
-            HalfstepWarning,
-            stacklevel=2,
+            f"{platform.libc_ver()[0]}; large tensors are mapped afresh each time"
         )
         return False
     mallopt = ctypes.CDLL(None).mallopt

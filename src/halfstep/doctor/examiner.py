@@ -171,7 +171,7 @@ def _prepared_with_masters(parts: StepParticipants) -> bool:
     """Level O2 around a model that is in 16 bits already: its weights become the 16-bit halves of masters."""
     from halfstep.session.prepare import prepare
 
-    dtype = next((p.dtype for p in parts.parameters() if p.dtype in (torch.float16, torch.bfloat16)), None)
+    dtype = next((p.dtype for p in parts.parameters() if p.dtype in levels.LOW_DTYPES), None)
     if dtype is None or parts.session is not None or not parts.models or not parts.optimizers:
         return False
     prepare(parts.models, parts.optimizers, level="O2", dtype=dtype, loss_scale="none")

@@ -3,7 +3,6 @@
 import itertools
 import math
 import os
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -13,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from halfstep.errors import HalfstepWarning
+from halfstep.errors import warn
 from halfstep.gradients.stats import GradStats, HostStats
 from halfstep.kernels import codes as L
 from halfstep.trees import as_float32
@@ -35,11 +34,9 @@ def kernels(needed: bool = True) -> Any:
         from halfstep.kernels.cpu import models
     except ImportError as error:
         if needed:
-            warnings.warn(
+            warn(
                 f"Numba cannot be imported ({error}); hs.optim runs its plain torch reference on the CPU, "
-                "several times slower: pip install numba",
-                HalfstepWarning,
-                stacklevel=4,
+                "several times slower: pip install numba"
             )
         return None
     return models

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from functools import cache
 from typing import Any
 
@@ -11,7 +10,7 @@ import numpy as np
 import torch
 
 from halfstep.devices import capturing
-from halfstep.errors import HalfstepWarning, UnsupportedError
+from halfstep.errors import UnsupportedError, warn
 
 
 @cache
@@ -31,11 +30,9 @@ def usable(device: torch.device, demanded: bool) -> bool:
     if problem and demanded:
         raise UnsupportedError(f"backend='triton' does not run on {problem}")
     if problem and device.type == "cuda":
-        warnings.warn(
+        warn(
             "hs.optim runs its reference in plain torch, which gives the same numbers in 30 to 280 launches "
-            f"for each parameter group instead of 2 and is slower, on {problem}",
-            HalfstepWarning,
-            stacklevel=4,
+            f"for each parameter group instead of 2 and is slower, on {problem}"
         )
     return not problem
 

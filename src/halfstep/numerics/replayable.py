@@ -8,7 +8,6 @@ loss scale skips such an update, an accelerator is waited for once a step, to kn
 from __future__ import annotations
 
 import math
-import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ import torch
 from torch import nn
 
 from halfstep.distributed import all_ranks, is_sharded, world_size
-from halfstep.errors import HalfstepWarning, LossScaleCollapsed
+from halfstep.errors import LossScaleCollapsed, warn
 from halfstep.gradients.per_parameter import amaxes
 from halfstep.numerics.snapshot import Snapshot, StepParticipants
 from halfstep.numerics.tape import is_finite
@@ -153,7 +152,7 @@ class Replayable:
         wanted = bad and power_of_two and self._replays < _TRIES * self._limit
         if ran.sharded and bad and self._warn and not self._told:
             self._told = True
-            warnings.warn(_SHARDED.format(self.steps), HalfstepWarning, stacklevel=3)
+            warn(_SHARDED.format(self.steps))
         elif not ran.sharded and wanted and _on_any_rank(ran, len(self._traces) < self._limit):
             self._keep(self._replay(ran), self._warn)
 
@@ -169,7 +168,7 @@ class Replayable:
             return
         self._traces.append((self.steps, trace))
         if tell and not bad.harmless and bad.cause.kind != "rank":
-            warnings.warn(f"step {self.steps}: {bad.summary()}", HalfstepWarning, stacklevel=4)
+            warn(f"step {self.steps}: {bad.summary()}")
 
     def _with_origin(self, error: LossScaleCollapsed, ran: _Ran) -> LossScaleCollapsed:
         if ran.sharded:

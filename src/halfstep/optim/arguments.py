@@ -13,6 +13,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from halfstep.distributed import local_of
 from halfstep.errors import ConfigError, UnsupportedError, show
+from halfstep.formats import dtype_name
 from halfstep.gradients.stats import check_clip
 from halfstep.kernels import codes as L
 from halfstep.optim import storage
@@ -49,6 +50,8 @@ def settle_group(group: dict[str, Any]) -> None:
     for name, value in group.items():
         if name not in ("params", "param_names"):
             group[name] = _as_number(value, read=False)
+    if isinstance(group["state_dtype"], torch.dtype):
+        group["state_dtype"] = dtype_name(group["state_dtype"])
     check_storage(group)
     limits_of([group], None)
     if not isinstance(group["skip_nonfinite"], bool):

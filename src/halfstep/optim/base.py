@@ -4,7 +4,7 @@ What is updated and with which scalars is decided here; arithmetic is in referen
 and the kernels. Each optimizer is a subclass that gives an algorithm and its arguments, nothing else.
 """
 
-import warnings
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AnySet
 from functools import partial
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from halfstep.distributed import local_of
 from halfstep.distributed.shards import find_rank_local
-from halfstep.errors import ConfigError, HalfstepWarning, MasterRangeError, UnsupportedError
+from halfstep.errors import ConfigError, MasterRangeError, UnsupportedError, warn
 from halfstep.gradients.outcome import Outcome, OutcomeQueue
 from halfstep.gradients.stats import (
     AnyStats,
@@ -76,6 +76,20 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
     _fixed_options: ClassVar[frozenset[str]] = frozenset()
     """Options of groups that make the class what it is: a checkpoint of another class leaves them alone."""
 
+    def __init_subclass__(cls, **more: Any) -> None:
+        """Let the signature of each optimizer say the options that all have, with their defaults."""
+        super().__init_subclass__(**more)
+        own: Any = vars(cls).get("__init__")
+        if own is None:
+            return
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        shared = inspect.signature(OnePassOptimizer.__init__).parameters.values()
+        given = inspect.signature(own)
+        *first, last = given.parameters.values()
+        if last.kind is inspect.Parameter.VAR_KEYWORD:
+            named = [p for p in shared if p.kind is keyword and p.name not in given.parameters]
+            own.__signature__ = given.replace(parameters=[*first, *named])
+
     def __init__(
         self,
         params: Any,
@@ -83,7 +97,7 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
         *,
         maximize: bool = False,
         master: str | None = "exact",
-        state_dtype: str = "fp32",
+        state_dtype: str | torch.dtype = "fp32",
         clip_norm: float | None = None,
         skip_nonfinite: bool = False,
         release_gradients: bool = False,
@@ -362,11 +376,9 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
             return
         if not all(record.finite for record in self._outcomes.push(self.outcome)):
             how = "and was skipped" if skips else "and was taken: skip_nonfinite=True skips such steps"
-            warnings.warn(
+            warn(
                 f"a step of {type(self).__name__} had gradients that hold inf or NaN, {how}; "
-                "optimizer.outcome says so after each step",
-                HalfstepWarning,
-                stacklevel=5,
+                "optimizer.outcome says so after each step"
             )
 
     @torch.no_grad()
@@ -566,8 +578,8 @@ class Keeping(TypedDict, total=False):
         master: "exact" (the default) keeps each 16-bit weight and the 16 low-order bits that it drops of
             fp32; "fp32" keeps a separate fp32 copy with the same numbers; "stochastic" rounds a bf16 weight
             at random and keeps nothing; None rounds it to nearest.
-        state_dtype: of the moments: "fp32" (the default), "bf16" or "8bit". Where rows are shorter than 16,
-            as in vectors, "8bit" keeps bf16, which takes no more.
+        state_dtype: of the moments: "fp32" (the default), "bf16" (torch's dtypes of the two as well) or
+            "8bit". Where rows are shorter than 16, as in vectors, "8bit" keeps bf16, which takes no more.
         clip_norm: clip the gradients of a bare `step()` to this total norm, over all groups; None does not.
         skip_nonfinite: True takes no step where a gradient is inf or NaN.
         release_gradients: True updates each parameter during backward and frees its gradient.
@@ -580,7 +592,7 @@ class Keeping(TypedDict, total=False):
 
     maximize: bool
     master: str | None
-    state_dtype: str
+    state_dtype: str | torch.dtype
     clip_norm: float | None
     skip_nonfinite: bool
     release_gradients: bool

@@ -6,7 +6,6 @@ bits that the weights lack. Copies and pickles of a model keep empty ones.
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AnySet
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from halfstep.distributed import local_of
-from halfstep.errors import HalfstepWarning
+from halfstep.errors import warn
 from halfstep.optim import split
 from halfstep.policy.levels import LOW_DTYPES
 from halfstep.trees import parameters_of
@@ -153,11 +152,9 @@ def warn_of_zero_moments(optimizers: Iterable[torch.optim.Optimizer]) -> None:
     """Warn once of optimizers that were loaded with second moments that fp16 rounded to zero."""
     for optimizer in optimizers:
         for p, words in find_zero_moments(optimizer):
-            warnings.warn(
+            warn(
                 f"{type(optimizer).__name__} was loaded with a state that went through fp16: of a parameter "
                 f"of shape {list(p.shape)} {words}, so that its next updates divide by eps alone. Load a "
-                "state that was saved in fp32, or clear optimizer.state to start the moments anew",
-                HalfstepWarning,
-                stacklevel=3,
+                "state that was saved in fp32, or clear optimizer.state to start the moments anew"
             )
             break

@@ -313,14 +313,17 @@ class Link(HasMasters):
     def pull(self, only: AnySet[Tensor] | None = None) -> None:
         """Give masters the values of weights that are not their rounding; the other elements keep theirs."""
         masters = [m for w, m in self.pairs.items() if only is None or w in only]
+        moved = False
         for m in masters:
-            if m._source.shape != m.shape:
+            w = m._source
+            moved = moved or m.device != w.device
+            if w.shape != m.shape:
                 raise UnsupportedError(
-                    f"a parameter has shape {list(m._source.shape)}, its master {list(m.shape)}: it was "
+                    f"a parameter has shape {list(w.shape)}, its master {list(m.shape)}: it was "
                     "given another size after prepare(); call revert(), change the model and prepare again, "
                     "or train by an optimizer of hs.optim, which follows"
                 )
-        if any(m.device != m._source.device for m in masters):
+        if moved:
             self._move()
         for m in _differing(_refresh_by_kernel(masters)):
             w, stored = m._source, m._seen[1]

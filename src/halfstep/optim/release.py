@@ -6,7 +6,6 @@ clipping uses the norm of the previous step, since this step's is not known befo
 that breaks off leaves the tensors that it had reached updated.
 """
 
-import warnings
 import weakref
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from halfstep.errors import HalfstepWarning
+from halfstep.errors import warn
 from halfstep.gradients.stats import GradStats, check_clip, combine
 
 if TYPE_CHECKING:
@@ -126,7 +125,7 @@ class GradientRelease:
         """End the step: remember its norm for the next one's clipping (`clips`: there is a limit)."""
         if (stats := self.stats(None)) is not None:
             if clips and self._last_norm is None:
-                warnings.warn(UNCLIPPED, HalfstepWarning, stacklevel=4)
+                warn(UNCLIPPED)
             known = torch.isfinite(stats.norm)
             last = stats.norm if self._last_norm is None else self._last_norm
             self._last_norm = torch.where(known, stats.norm, last)

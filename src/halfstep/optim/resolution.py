@@ -6,7 +6,6 @@ fp16 weights alone 11. Stochastic rounding loses no update on average.
 """
 
 import inspect
-import warnings
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.errors import HalfstepWarning
+from halfstep import errors
 from halfstep.formats import dtype_name
 from halfstep.optim.base import OnePassOptimizer
 from halfstep.policy.levels import LOW_DTYPES
@@ -63,12 +62,10 @@ def resolution(optimizer: OnePassOptimizer, warn: bool = True) -> list[Resolutio
     frozen_ones = [r for r in found if r.freezes]
     if warn and frozen_ones:
         worst = max(frozen_ones, key=lambda r: r.frozen)
-        warnings.warn(
+        errors.warn(
             f"{len(frozen_ones)} of {len(found)} tensors would freeze: in {worst.name} a step of "
             f"{worst.step:.2g} is under half the ulp {worst.ulp:.2g} of master={worst.master!r} for "
-            f"{worst.frozen:.0%} of the weights; use master='exact' (2 bytes a parameter more)",
-            HalfstepWarning,
-            stacklevel=2,
+            f"{worst.frozen:.0%} of the weights; use master='exact' (2 bytes a parameter more)"
         )
     return found
 

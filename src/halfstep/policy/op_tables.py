@@ -218,7 +218,7 @@ HALFSTEP: Groups = (
 
 _SUMS_BY_INDEX = (
     "index index_select index_add index_add_ index_put index_put_ index_reduce index_reduce_ segment_reduce"
-    " histc put put_"
+    " histc put put_ coalesce to_dense"
     " take bilinear gather scatter_add scatter_add_ scatter_reduce scatter_reduce_"
     " grid_sampler grid_sampler_2d grid_sampler_3d"
 )

@@ -13,7 +13,6 @@ on torch's. What loss scales do is decided in `loss_scale.py`. Private names of 
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -26,14 +25,7 @@ from torch.amp import grad_scaler as torchs
 
 from halfstep import devices, distributed
 from halfstep.devices import refuse_capture
-from halfstep.errors import (
-    CheckpointError,
-    ConfigError,
-    HalfstepWarning,
-    ScalerStateError,
-    UnsupportedError,
-    show,
-)
+from halfstep.errors import CheckpointError, ConfigError, ScalerStateError, UnsupportedError, show, warn
 from halfstep.gradients.outcome import Outcome, OutcomeQueue, StepRecord
 from halfstep.gradients.stats import GradStats, measure_whole
 from halfstep.gradients.unscale import any_of, unscale_
@@ -336,11 +328,9 @@ class GradScaler(torchs.GradScaler):
             return outcome
         if not all(record.finite for record in self._queue.push(outcome)) and not self._warned:
             self._warned = True
-            warnings.warn(
+            warn(
                 "gradients hold inf or NaN and the step was taken, since this GradScaler is disabled; "
-                "only the outcomes of later steps say so again",
-                HalfstepWarning,
-                stacklevel=3,
+                "only the outcomes of later steps say so again"
             )
         return outcome
 

@@ -5,7 +5,6 @@ Every function looks before anything changes; the words that users read stand he
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -22,11 +21,11 @@ from halfstep.distributed import local_of
 from halfstep.errors import (
     CheckpointError,
     ConfigError,
-    HalfstepWarning,
     NonFiniteError,
     ScalerStateError,
     UnsupportedError,
     show,
+    warn,
 )
 from halfstep.names import named_parameters
 from halfstep.numerics.uncast import zero_epsilons
@@ -37,6 +36,7 @@ from halfstep.policy.policy import Policy
 from halfstep.scaling.loss_scale import LossScale, NoLossScale, StaticLossScale
 from halfstep.session.precision import Precision
 from halfstep.session.steppers import Stepper, weights_of
+from halfstep.trees import each_parameter
 
 if TYPE_CHECKING:
     from halfstep.session.round import Loss
@@ -112,7 +112,7 @@ def check_state(state: Any, level: Level, policy: Policy) -> None:
 
 def check_parameters(models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
     """Raise ConfigError where an optimizer updates what is not the models', or no longer is."""
-    mine = {id(p) for model in models for p in (*model.parameters(), *shards_of(model))}
+    mine = {*map(id, each_parameter(models)), *(id(p) for model in models for p in shards_of(model))}
     for optimizer in optimizers:
         held, kind = weights_of(optimizer), type(optimizer).__name__
         strangers = [p for p in held if id(p) not in mine]
@@ -129,7 +129,7 @@ def check_expanded(models: Sequence[nn.Module], optimizers: Sequence[torch.optim
     """Raise UnsupportedError for a weight whose elements share memory: torch's fused steps write past it."""
     for weight in (w for optimizer in optimizers for w in weights_of(optimizer) if w.requires_grad):
         strides = weight.stride() if weight.layout is torch.strided else ()
-        if any(n > 1 and step == 0 for n, step in zip(weight.shape, strides)):
+        if 0 in strides and any(n > 1 and step == 0 for n, step in zip(weight.shape, strides)):
             raise UnsupportedError(
                 f"parameter {name_of(models, weight)!r} of shape {[*weight.shape]} is an expanded tensor, "
                 "of which no optimizer can update elements that share memory: give the model and its "
@@ -215,7 +215,7 @@ def refuse_direct_steps(session: Any) -> list[RemovableHandle]:
         if carried is None:
             if UNSCALED not in own.state.told and any(w.grad is not None for w in weights_of(optimizer)):
                 own.state = own.state.said(UNSCALED)
-                warnings.warn(UNSCALED.format(name), HalfstepWarning, stacklevel=4)
+                warn(UNSCALED.format(name))
         elif carried.read() != 1.0:
             raise ScalerStateError(
                 f"{name}.step() was called on gradients that carry the session's loss scale "
@@ -367,11 +367,9 @@ class NonFinite:
             self._said = True
             cures = (f"{place}: {text}: {cure}" for place, text, cure in zero_epsilons(self._optimizers))
             skip = "on_nonfinite='skip' in prepare(), a Trainer or a host's adapter skips such steps"
-            warnings.warn(
+            warn(
                 f"step {step}: gradients {where}hold inf or NaN and the step was taken, as plain "
-                f"PyTorch does; {next(cures, skip)} (said once)",
-                HalfstepWarning,
-                stacklevel=9,
+                f"PyTorch does; {next(cures, skip)} (said once)"
             )
 
     def _raise(

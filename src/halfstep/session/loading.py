@@ -8,7 +8,6 @@ from __future__ import annotations
 import inspect
 import itertools
 import math
-import warnings
 from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from torch import Tensor
 from halfstep import checkpoint, rng, shardfiles
 from halfstep.distributed import gather, local_of, rank, world_size
 from halfstep.distributed.reduce import Group
-from halfstep.errors import CheckpointError, ConfigError, HalfstepError, HalfstepWarning
+from halfstep.errors import CheckpointError, ConfigError, HalfstepError, warn
 from halfstep.optim import storage
 from halfstep.optim.base import OnePassOptimizer
 from halfstep.optim.checkpoints import read as read_state
@@ -45,7 +44,6 @@ if TYPE_CHECKING:
 
 #: What is not a weight in the files begins with a dot, which no parameter's name does.
 _OWN = (".optimizer.", ".rank.", ".rest.")
-_OWN_IN_FORMAT_1 = ("optimizer.", "rank.", "rest.")
 
 
 @dataclass(frozen=True)
@@ -278,8 +276,8 @@ def _read(session: Session, manifest: Mapping[str, Any], found: Found, scheduler
     here = optimizer_names(session, tensors)
     for optimizer, names, saved in zip(session.optimizers, here, manifest["optimizers"]):
         states.append(_read_optimizer(optimizer, names, saved, found, used))
-    private = (".optimizer.", ".rest.") if manifest["format"] != 1 else ("optimizer.", "rest.")
-    if unused := [name for name in found.wholes if name.startswith(private) and name not in used]:
+    private = [name for name in found.wholes if name.startswith((".optimizer.", ".rest."))]
+    if unused := [name for name in private if name not in used]:
         raise CheckpointError(
             f"the checkpoint is damaged: its manifest leaves out {len(unused)} of its tensors, the first "
             f"{unused[0]!r}",
@@ -347,8 +345,7 @@ def _check(
     tensors: list[Named],
 ) -> None:
     """Raise CheckpointError before anything is changed."""
-    own = _OWN_IN_FORMAT_1 if manifest["format"] == 1 else _OWN
-    saved = {n: list(shape) for n, shape in found.wholes.items() if not n.startswith(own)}
+    saved = {n: list(shape) for n, shape in found.wholes.items() if not n.startswith(_OWN)}
     checkpoint.check_shapes(saved, {name: list(t.shape) for name, t, _ in tensors})
     here = optimizer_names(session, tensors)
     _check_optimizers(session, here, manifest["optimizers"])
@@ -359,9 +356,8 @@ def _check(
                 "the optimizer's parameter groups stand in another order than when it was saved, and "
                 "schedulers keep learning rates by that order: build the groups in the saved order"
             )
-    ((kind, held),) = dict(manifest["rest"]["dict"])["schedulers"].items()
-    count = len(held[1] if kind == "rows" else held)
-    checkpoint.check_schedulers(count, len(schedulers))
+    (held,) = dict(manifest["rest"]["dict"])["schedulers"].values()
+    checkpoint.check_schedulers(len(held), len(schedulers))
 
 
 def _check_optimizers(
@@ -540,9 +536,7 @@ def _load_weights(session: Session, found: Found, tensors: list[Named]) -> None:
 def _warn_of_ranks_and_threads(manifest: Mapping[str, Any], group: Group | None) -> None:
     checkpoint.warn_if_threads_differ(manifest["threads"])
     if manifest["ranks"] != world_size(group):
-        warnings.warn(
+        warn(
             f"the checkpoint was written by {manifest['ranks']} ranks and is read by {world_size(group)}: "
-            "weights and states are exact, random generators and positions in the data begin anew",
-            HalfstepWarning,
-            stacklevel=4,
+            "weights and states are exact, random generators and positions in the data begin anew"
         )

@@ -1,4 +1,4 @@
-"""What `prepare` checks and sets up before a session exists: arguments, ownership, loss scale, masters.
+"""`prepare` and `tune`: check the arguments, choose a level where asked to, apply it, make the `Session`.
 
 Every function raises before it changes anything, or takes back what it changed. Steps are `session.py`'s.
 """
@@ -6,7 +6,6 @@ Every function raises before it changes anything, or takes back what it changed.
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from halfstep import devices
 from halfstep.casting.kernel_choice import Kernels, table_of
 from halfstep.convert.conversion import Casting, Conversion
 from halfstep.convert.layout import Relayout, check_layout
-from halfstep.errors import ConfigError, HalfstepWarning, PlanError, show
+from halfstep.errors import ConfigError, PlanError, show, warn
 from halfstep.formats import dtype_name, parse_dtype
 from halfstep.numerics.lint import coarse_weights
 from halfstep.numerics.uncast import casts_weights
@@ -34,7 +33,7 @@ from halfstep.session.precision import Precision, lower
 from halfstep.session.preparation import MastersByNumber, OwnMasters, fit_states
 from halfstep.session.ranks import check_groups
 from halfstep.session.session import Models, Optimizers, Session
-from halfstep.trees import compute_device, parameters_of
+from halfstep.trees import compute_device, each_parameter, parameters_of
 from halfstep.tuning.choices import LevelChoice
 from halfstep.tuning.search import Tuning, search
 
@@ -74,7 +73,7 @@ def as_models(model: Any) -> list[nn.Module]:
 
 def device_of(models: Sequence[nn.Module]) -> torch.device:
     """Return where the models compute; ConfigError where they have no parameters."""
-    parameters = [p for model in models for p in model.parameters()]
+    parameters = [*each_parameter(models)]
     if parameters:
         return compute_device(parameters)
     names = ", ".join(type(m).__name__ for m in models) or "nothing"
@@ -152,12 +151,10 @@ def warn_of_lost_masters(precision: Precision, optimizers: Sequence[torch.optim.
     if not precision.masters or sum(w.numel() for w in weights) < 32:
         return
     if all(bool((w.to(compute).float() == w).all()) for w in weights):
-        warnings.warn(
+        warn(
             f"{type(torchs[0]).__name__} has taken steps, but the weights hold only {dtype_name(compute)} "
             "values: a checkpoint of this level that is loaded before prepare() loses its fp32 masters. "
-            "Call prepare() first, then load_state_dict() of model, optimizer and session",
-            HalfstepWarning,
-            stacklevel=3,
+            "Call prepare() first, then load_state_dict() of model, optimizer and session"
         )
 
 
@@ -355,7 +352,7 @@ def prepare(
     if not casts_weights(precision.level, precision.policy):  # where it does, the first step looks
         for row in coarse_weights(optimizers):
             text = f"{row.where}: {row.text}, and no masters keep what is rounded away: {row.cure}"
-            warnings.warn(text, HalfstepWarning, stacklevel=2)
+            warn(text)
     return session
 
 

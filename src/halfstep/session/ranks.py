@@ -25,6 +25,7 @@ from halfstep.session.checks import check_parameters, name_of
 from halfstep.session.setup import Setup
 from halfstep.session.steppers import weights_of
 from halfstep.torch_private import comm_hooks
+from halfstep.trees import each_parameter
 
 MEASURING = 10.0
 """Seconds for which ranks wait at most while the first of them measures kernels."""
@@ -35,9 +36,10 @@ class RankGuard:
 
     def __init__(self, setup: Setup, group: Any, norm_group: Any) -> None:
         self._setup, self._given, self._stages = weakref.proxy(setup), group, norm_group
-        parameters = [p for model in setup.models for p in model.parameters()]
-        initialized = torch.distributed.is_available() and torch.distributed.is_initialized()
-        self._wrappers = [weakref.ref(ddp) for ddp in (ddp_around(parameters) if initialized else ())]
+        around = list[Any]()
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            around = ddp_around(each_parameter(setup.models))
+        self._wrappers = [weakref.ref(ddp) for ddp in around]
         self.asks = True
         """Whether the next call has anything to check."""
         self._checked = self._sharded = False
@@ -128,9 +130,9 @@ class RankGuard:
         """
         syncing = [ddp for ddp in self._around() if ddp.require_backward_grad_sync]
         sent = {p for ddp in syncing for p in ddp.module.parameters()}
-        for p in dict.fromkeys((*weights, *sent)):
+        for p in (*weights, *sent):
             grad = p.grad
-            if grad is None or p.dtype not in LOW_DTYPES or grad.layout is not torch.strided:
+            if grad is None or p.dtype not in LOW_DTYPES:
                 continue
             if p in sent and grad.dtype != p.dtype:
                 p.grad_dtype = None

@@ -313,7 +313,7 @@ def _manifest(
         "session": session.state_dict(),
     }
     return {
-        "format": checkpoint.FOLDER_FORMATS[-1],
+        "format": checkpoint.FOLDER_FORMAT,
         "halfstep": sys.modules["halfstep"].__version__,
         "torch": torch.__version__,
         "ranks": world_size(group),

@@ -1,13 +1,12 @@
-"""`prepare`: the one facade over autocast, conversion, masters, loss scale and the checked step.
+"""`Session`: backward, step, measure, save and load of one training run that `prepare` set up.
 
-A `Session` keeps the order of things right (scale, backward, unscale, check, clip, update, write back, zero)
-and tells what each step did. It decides nothing about formats and holds no numerics of its own.
+It keeps the order of things right (scale, backward, unscale, check, clip, update, write back, zero) and
+records what each step did. It decides nothing about formats and has no numerics of its own.
 """
 
 from __future__ import annotations
 
 import copy
-import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -26,7 +25,7 @@ from halfstep.checkpoint import Background
 from halfstep.devices import refuse_capture, refuse_reading
 from halfstep.distributed import all_ranks, world_size
 from halfstep.distributed.reduce import largest_of_ranks
-from halfstep.errors import ConfigError, HalfstepWarning, UnsupportedError, show
+from halfstep.errors import ConfigError, UnsupportedError, show, warn
 from halfstep.formats import dtype_name
 from halfstep.gradients.outcome import Outcome, OutcomeQueue, StepRecord
 from halfstep.gradients.stats import AnyStats, check_clip
@@ -259,7 +258,7 @@ class Session(Setup):
                 begun = True
                 self.state = opened(self.state, self._steppers, indices, loss_id)
                 if self.precision.stores_low:
-                    self._ranks.fit_gradients(w for i in indices for w in weights_of(optimizers[i]))
+                    self._ranks.fit_gradients([w for i in indices for w in weights_of(optimizers[i])])
                 scale.scale(loss).backward(**kwargs)
         except BaseException as error:
             if begun:
@@ -408,7 +407,7 @@ class Session(Setup):
             if index in self.state.mixed and LEFT not in self.state.told:
                 self.state = self.state.said(LEFT)
                 text = LEFT.format(type(stepper.optimizer).__name__, index)
-                warnings.warn(text, HalfstepWarning, stacklevel=2)
+                warn(text)
             for listener in self.early_listeners:
                 listener(self, stepper.optimizer)
             if self.precision.stores_low:
@@ -440,7 +439,7 @@ class Session(Setup):
         if not self.optimizers:
             self._first = False
             if said := no_optimizer(self.precision, self.loss_scale):
-                warnings.warn(said, HalfstepWarning, stacklevel=3)
+                warn(said)
 
     def _first_step(self) -> None:
         """Warn where steps move no weight, no op ran in the level's 16 bits, or weights are not its own."""
@@ -451,7 +450,7 @@ class Session(Setup):
         if fault is None and self._wide and not self._off and casts_weights(self.level, self.policy):
             fault = no_region(self.policy)
         if fault is not None:
-            warnings.warn(f"{fault[0]}: {fault[1]} (said once)", HalfstepWarning, stacklevel=3)
+            warn(f"{fault[0]}: {fault[1]} (said once)")
 
     def _update(
         self,
@@ -545,7 +544,7 @@ class Session(Setup):
             self.state = self.state.said(SKIPPING)
             scaled = not isinstance(self.loss_scale, NoLossScale)
             at = f" at loss scales down to {record.scale:g}" if scaled else ""
-            warnings.warn(SKIPPING.format(in_row, record.step, at, limit), HalfstepWarning, stacklevel=8)
+            warn(SKIPPING.format(in_row, record.step, at, limit))
 
     def replayable(self, step: Callable[..., Any], *batch: Any) -> Any:
         """Run `step(*batch)` so that it can be traced; a bad step is replayed and its first bad op named.

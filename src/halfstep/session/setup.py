@@ -5,7 +5,6 @@ Which session a model was prepared by is noted here too: for `revert(model)`, an
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
@@ -21,7 +20,7 @@ from halfstep.convert.conversion import Conversion, is_converted
 from halfstep.convert.in_place import undo_copy
 from halfstep.convert.layout import Relayout
 from halfstep.distributed import local_of
-from halfstep.errors import ConfigError, HalfstepWarning, show
+from halfstep.errors import ConfigError, show, warn
 from halfstep.names import unwrap
 from halfstep.optim.loading import HasMasters, LoadedMasters
 from halfstep.optim.masters import MasterWeights, holder_of
@@ -31,7 +30,7 @@ from halfstep.policy.levels import Level
 from halfstep.session.precision import Precision
 from halfstep.session.preparation import Preparation, Prepared, check_states
 from halfstep.torch_private import hooks_after_load
-from halfstep.trees import all_equal, compute_device
+from halfstep.trees import all_equal, compute_device, each_parameter
 from halfstep.tuning.search import Tuning
 
 
@@ -69,7 +68,7 @@ class Setup:
     @property
     def device(self) -> torch.device:
         """Where the models compute now: the accelerator that any parameter is on, else the CPU."""
-        return compute_device(p for model in self.models for p in model.parameters())
+        return compute_device(each_parameter(self.models))
 
     @property
     def conversions(self) -> list[Conversion]:
@@ -224,12 +223,10 @@ def revert(model: nn.Module) -> None:
     elif preparation is not None:
         preparation.revert()
     elif not is_converted(inner) and undo_copy(inner):
-        warnings.warn(
+        warn(
             f"this {type(model).__name__} was a copy of a prepared one: it is fp32 again, with the 16-bit "
             "values that it had, since masters stay with the original. Where they matter load the "
-            "original's: hs.optim.fp32_state_dict(model, optimizer), or what Session.save wrote",
-            HalfstepWarning,
-            stacklevel=2,
+            "original's: hs.optim.fp32_state_dict(model, optimizer), or what Session.save wrote"
         )
     else:
         raise ConfigError(

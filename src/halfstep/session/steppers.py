@@ -26,7 +26,7 @@ from halfstep.gradients.stats import (
 )
 from halfstep.gradients.unscale import unscale_
 from halfstep.optim.loading import HasMasters
-from halfstep.optim.masters import MasterWeights, weight_of
+from halfstep.optim.masters import Master, MasterWeights
 from halfstep.policy.levels import LOW_DTYPES
 from halfstep.scaling.grad_scaler import attributes_kept
 from halfstep.torch_private import foreach_mul_, takes_scale_and_flag
@@ -35,7 +35,7 @@ from halfstep.trees import gradients_of, home_device, move_to, needs_closure, pa
 
 def weights_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """The model's weights that an optimizer updates, in order; not the masters in its groups."""
-    return [weight_of(p) for group in optimizer.param_groups for p in group["params"]]
+    return [p._source if type(p) is Master else p for p in parameters_of(optimizer)]
 
 
 class Update(NamedTuple):
@@ -68,13 +68,20 @@ class Stepper:
         return gradients_of(self.optimizer)
 
     def round_sums(self) -> None:
-        """Round sums of micro-batches to their weights' dtype, once, as ranks do that send 16 bits."""
+        """Round sums to their weights' dtype, once, as ranks do that send 16 bits.
+
+        Sums are those of micro-batches, and of the rows that a sparse gradient repeats.
+        """
         if getattr(self.optimizer, "accumulate", None) == "fp32":
             return  # asked for whole sums
         for w in weights_of(self.optimizer):
-            if w.grad is not None and w.grad_dtype is torch.float32 and w.dtype in LOW_DTYPES:
+            if (total := w.grad) is None or w.dtype not in LOW_DTYPES:
+                continue
+            repeats = total.is_sparse and not total.is_coalesced()
+            if repeats or w.grad_dtype is torch.float32:
+                total = total.float().coalesce() if repeats else total
                 w.grad_dtype = None
-                w.grad = w.grad.to(w.dtype)
+                w.grad = total.to(w.dtype)
 
     def measure(self, inv_scale: Tensor | None, needs_amax: bool) -> AnyStats:
         """Finite flag, norm and largest magnitude of the gradients times `inv_scale`; changes nothing."""

@@ -41,7 +41,6 @@ from halfstep.gradients.outcome import Outcome
 from halfstep.numerics.replayable import Replayable
 from halfstep.numerics.trace import Trace
 from halfstep.session.prepare import prepare
-from halfstep.trainer import earlier
 from halfstep.trainer.records import Callback, History, Logger, Metric, ProgressBar, StepLog
 from halfstep.trees import gathered, move_to
 
@@ -540,9 +539,6 @@ class Trainer:
             self._position.load_state_dict(position)
 
     def _load(self, path: Path) -> None:
-        if path.suffix:
-            earlier.load(self, path)
-            return
         found = self.amp.load(path, schedulers=self.schedulers)
         self.go_on(found.extra, found.position)
 

@@ -9,7 +9,6 @@ weight at O2 has its master's gradient, unscaled and in fp32.
 from __future__ import annotations
 
 import functools
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -35,9 +34,10 @@ from halfstep.compat.torch_amp import runs_natively
 from halfstep.convert.conversion import convert
 from halfstep.convert.hooks import CastOutputs, InRegion, Power
 from halfstep.distributed import all_ranks
-from halfstep.errors import ConfigError, HalfstepWarning
+from halfstep.errors import ConfigError, warn
 from halfstep.optim import MasterWeights
 from halfstep.optim.replicas import follow_wraps
+from halfstep.policy.levels import LOW_DTYPES
 from halfstep.policy.ops import Rule
 from halfstep.policy.plan import Plan, PlanRule
 from halfstep.policy.policy import Policy
@@ -187,7 +187,7 @@ def _check(models: list[nn.Module], optimizers: list[torch.optim.Optimizer], sta
         if isinstance(model, parallel):
             raise AmpError(f"wrap the model in {type(model).__name__} after amp.initialize, not before")
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            if tensor.dtype in (torch.float16, torch.bfloat16):
+            if tensor.dtype in LOW_DTYPES:
                 raise AmpError(
                     f"{name} is {tensor.dtype}, expected float32: leave the model in fp32 to amp.initialize"
                 )
@@ -308,11 +308,9 @@ def _check_overflow(
                 f"Gradient overflow.  Skipping step, loss scaler {loss_id} reducing loss scale to {new}"
             )
     elif found:
-        warnings.warn(
+        warn(
             "gradients hold inf or NaN and the loss scale is static, so the step is taken; "
-            "use loss_scale='dynamic' to skip such steps",
-            HalfstepWarning,
-            stacklevel=4,
+            "use loss_scale='dynamic' to skip such steps"
         )
 
 
@@ -348,11 +346,7 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
         raise AmpError(f"error in loading state_dict: unexpected keys {', '.join(unexpected)}")
     scalers = _amp_state.loss_scalers
     if len(state_dict) != len(scalers):
-        warnings.warn(
-            f"state_dict contains {len(state_dict)} entries, while {len(scalers)} loss_scalers are used",
-            HalfstepWarning,
-            stacklevel=2,
-        )
+        warn(f"state_dict contains {len(state_dict)} entries, while {len(scalers)} loss_scalers are used")
     for scaler, saved in zip(scalers, state_dict.values()):
         scaler.load(saved["loss_scale"], saved["unskipped"])
 

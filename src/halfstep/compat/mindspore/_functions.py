@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import torch
 
 from halfstep import checkpoint
 from halfstep.compat.mindspore._tensor import Parameter, Tensor, as_tensor, check_kind, plain_tensor
-from halfstep.errors import CheckpointError, ConfigError, HalfstepWarning, UnsupportedError
+from halfstep.errors import CheckpointError, ConfigError, UnsupportedError, warn
 from halfstep.names import fqns
 from halfstep.torch_private import pytree
 
@@ -126,11 +125,9 @@ def _tell_of_more(name: str, counted: list[torch.Tensor]) -> bool:
     if len(counted) < 2 or counted[0].numel() != 1 or all(t.numel() == 1 for t in counted[1:]):
         return False
     shapes = ", ".join(str(list(t.shape)) for t in counted[1:])
-    warnings.warn(
+    warn(
         f"{name} returns a loss and {shapes} beside it, and value_and_grad(has_aux=False) "
-        "differentiates the sum of all of them, as in MindSpore: has_aux=True counts the loss alone",
-        HalfstepWarning,
-        stacklevel=3,
+        "differentiates the sum of all of them, as in MindSpore: has_aux=True counts the loss alone"
     )
     return True
 

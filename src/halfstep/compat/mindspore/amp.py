@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
@@ -35,7 +34,7 @@ from halfstep.compat.mindspore.dtype import bfloat16, float16, float32
 from halfstep.compat.mindspore.nn._training import TrainOneStepWithGroupScalesCell
 from halfstep.convert.conversion import convert
 from halfstep.convert.hooks import CastOutputs, InRegion, Power, own_dtype
-from halfstep.errors import ConfigError, HalfstepWarning
+from halfstep.errors import ConfigError, warn
 from halfstep.policy.ops import Rule
 from halfstep.policy.plan import Plan, PlanRule
 from halfstep.policy.policy import Policy
@@ -203,20 +202,16 @@ def _check_list(name: str, given: Any) -> None:
     if name == "black_list":
         for element in _BLACK:
             if element not in given:
-                warnings.warn(
-                    f"{element} is removed from internal black list.", HalfstepWarning, stacklevel=3
-                )
+                warn(f"{element} is removed from internal black list.")
 
 
 def _forget_earlier(network: torch.nn.Module, level: str) -> None:
     if network not in _CONVERTED:
         return
     earlier, undo = _CONVERTED.pop(network)
-    warnings.warn(
+    warn(
         f"The network's auto mixed-precision level is adjusted from {earlier} to {level}; convert a "
-        "network once, and give build_train_network and Model the level O0 for one that is converted.",
-        HalfstepWarning,
-        stacklevel=3,
+        "network once, and give build_train_network and Model the level O0 for one that is converted."
     )
     undo.close()
 
@@ -317,11 +312,7 @@ def check_level(level: Any, boost_level: Any = "O0") -> None:
     if boost_level not in ("O0", "O1", "O2"):
         raise ConfigError(f"The 'boost_level' should be in : ['O0', 'O1', 'O2'], but got {boost_level}.")
     if boost_level != "O0":
-        warnings.warn(
-            f"boost_level={boost_level!r} has no effect here: the network trains without it",
-            HalfstepWarning,
-            stacklevel=3,
-        )
+        warn(f"boost_level={boost_level!r} has no effect here: the network trains without it")
 
 
 def build_train_network(

@@ -6,7 +6,6 @@ does not is told by a warning, or refused.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 
 from halfstep import devices
 from halfstep.compat.mindspore._tensor import check_kind
-from halfstep.errors import ConfigError, HalfstepWarning, UnsupportedError
+from halfstep.errors import ConfigError, UnsupportedError, warn
 
 __all__ = [
     "GRAPH_MODE",
@@ -84,11 +83,9 @@ def set_context(**kwargs: Any) -> None:
         elif key in _OF_PRECISION:
             mode = value.get("precision_mode") if isinstance(value, Mapping) else value
             if mode:
-                warnings.warn(
+                warn(
                     f"{key} asks for {mode!r}, which has no effect here: precision is what "
-                    "auto_mixed_precision, to_float and the loss scale say",
-                    HalfstepWarning,
-                    stacklevel=2,
+                    "auto_mixed_precision, to_float and the loss scale say"
                 )
         _said[key] = value
 
@@ -140,11 +137,9 @@ def _check_target(owner: str, target: Any) -> None:
             f"For '{owner}', device_target {target!r} needs torch's device {here!r}, and this torch has "
             f"{', '.join(devices.available())}: say 'CPU', or bring the device up first"
         )
-    warnings.warn(
+    warn(
         f"device_target={target!r} moves nothing here: move the network with net.to({here!r}) and each batch "
-        f"with x.to({here!r})",
-        HalfstepWarning,
-        stacklevel=4,
+        f"with x.to({here!r})"
     )
 
 

@@ -5,6 +5,8 @@
 Scalar functions that LLVM inlines and vectorises; each equals its counterpart in split.py or rounding.py.
 """
 
+import sys
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -39,10 +41,15 @@ double_of = bitcast(types.int64, types.float64, ir.DoubleType())
 
 @intrinsic
 def widest_vectors(typingctx):
-    """Compile the calling function on its own, for 512 bits where the processor has them; LLVM takes 256."""
+    """Compile the calling function on its own, for 512 bits where the processor has them; LLVM takes 256.
+
+    Its stack begins at a cache line: it spills whole vectors, which took up to 60 % longer where the length
+    of the environment left each of them in two lines.
+    """
 
     def codegen(context, builder, signature, args):
         builder.function.attributes.add("noinline")
+        builder.function.attributes.alignstack = 64
         set.add(
             builder.function.attributes, '"prefer-vector-width"="512"'
         )  # llvmlite knows no such attribute
@@ -129,6 +136,8 @@ peek_u8, poke_u8 = memory(types.uint8, ir.IntType(8))
 
 
 OPTIONS = {"nogil": True, "error_model": "numpy"}
+PATIENCE = 2.0
+"""Seconds of compiling without a word: who waits longer is told what for."""
 
 
 def compiled(signature: str | None = None, name: str = "", **more: Any) -> Any:
@@ -143,14 +152,21 @@ def compiled(signature: str | None = None, name: str = "", **more: Any) -> Any:
     def decorate(function: Any) -> Any:
         assert name or not function.__closure__, f"{function.__qualname__} closes over its variant"
         function.__qualname__ = name or function.__qualname__
-        if signature is None:
-            return njit(**options)(function)
+        if (
+            signature is None
+        ):  # only kernels call it: what Python and C would call it by takes time to compile
+            return njit(no_cpython_wrapper=True, no_cfunc_wrapper=True, **options)(function)
+        begun, kept = perf_counter(), "the next run finds it on disk"
         try:
-            return njit(signature, cache=True, **options)(function)
+            kernel = njit(signature, cache=True, **options)(function)
         except RuntimeError as error:
             if "cannot cache" not in str(error):
                 raise
-            return njit(signature, **options)(function)
+            kernel = njit(signature, **options)(function)
+            kept = "there is no folder to keep it in, which NUMBA_CACHE_DIR names"
+        if (took := perf_counter() - begun) > PATIENCE:
+            print(f"halfstep: compiled a kernel in {took:.0f} s; {kept}", file=sys.stderr, flush=True)
+        return kernel
 
     return decorate
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -18,7 +17,7 @@ from halfstep.compat.mindspore.common.initializer import initialize
 from halfstep.compat.mindspore.dtype import bfloat16, float16, float32
 from halfstep.compat.mindspore.ops import Primitive
 from halfstep.convert.hooks import to_float
-from halfstep.errors import ConfigError, HalfstepWarning, UnsupportedError
+from halfstep.errors import ConfigError, UnsupportedError, warn
 
 __all__ = ["Cell"]
 
@@ -86,11 +85,9 @@ class Cell(torch.nn.Module):
 
     def recompute(self, **mode: Any) -> None:
         """Told to save no memory here: see torch.utils.checkpoint."""
-        warnings.warn(
+        warn(
             f"{type(self).__name__}.recompute() saves no memory here; wrap the call in "
-            "torch.utils.checkpoint.checkpoint instead",
-            HalfstepWarning,
-            stacklevel=2,
+            "torch.utils.checkpoint.checkpoint instead"
         )
 
     def insert_child_to_cell(self, child_name: str, child_cell: torch.nn.Module) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -26,7 +25,7 @@ from halfstep.compat.mindspore.nn._cell import Cell
 from halfstep.compat.mindspore.nn._layers import Identity
 from halfstep.compat.mindspore.ops import GradOperation, HyperMap
 from halfstep.distributed import all_ranks
-from halfstep.errors import ConfigError, HalfstepWarning
+from halfstep.errors import ConfigError, warn
 from halfstep.optim import AdamW
 from halfstep.scaling.loss_scale import StaticLossScale
 from halfstep.scaling.skips import SkipCount
@@ -278,12 +277,10 @@ def _warn_about_strangers(network: torch.nn.Module, optimizer: Optimizer) -> Non
     mine = {id(p) for p in network.parameters()}
     strangers = sum(id(p) not in mine for p in optimizer.parameters)
     if strangers:
-        warnings.warn(
+        warn(
             f"{strangers} of the optimizer's {len(optimizer.parameters)} parameters are not in this network "
             f"({type(network).__name__}): they will not be trained. Build the optimizer from "
-            "network.trainable_params() of the network it is to train.",
-            HalfstepWarning,
-            stacklevel=4,
+            "network.trainable_params() of the network it is to train."
         )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 import time
-import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ import torch
 
 from halfstep.compat.mindspore._functions import load_param_into_net, save_checkpoint
 from halfstep.compat.mindspore._tensor import check_kind, check_whole
-from halfstep.errors import ConfigError, HalfstepWarning
+from halfstep.errors import ConfigError, warn
 
 __all__ = [
     "Callback",
@@ -243,11 +242,9 @@ class EarlyStopping(Callback):
         values = {"loss": loss_of(now.net_outputs), **(now.eval_results or {})}
         value = values.get(self.monitor)
         if value is None:
-            warnings.warn(
+            warn(
                 f"Early stopping is conditioned on {self.monitor}, which is not available. "
-                f"Available choices are: {list(values)}",
-                HalfstepWarning,
-                stacklevel=2,
+                f"Available choices are: {list(values)}"
             )
             return
         self.wait += 1
