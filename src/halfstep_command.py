@@ -13,15 +13,16 @@ from typing import Any
 
 COMMANDS: Mapping[str, str] = {
     "bench": "compare optimizers: time, memory, how far weights move",
-    "devices": "show what this machine's devices do with each dtype and op",
+    "devices": "show which dtypes this machine computes fast, and how",
     "doctor": "watch some training steps, name what goes wrong and what cures it",
     "formats": "show the number formats, and how each stores a number",
+    "memory": "count the bytes that training holds, without holding them",
     "train": "train a recipe at several precisions and compare them",
     "tune": "measure what trains a recipe or script fastest here, and write the plan",
 }
 
 #: Commands that take a recipe or a script.
-SCRIPTED = ("doctor", "train", "tune")
+SCRIPTED = ("doctor", "memory", "train", "tune")
 BAD_INPUT = 2
 INTERRUPTED = 130
 

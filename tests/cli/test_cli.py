@@ -246,8 +246,11 @@ def test_formats_as_json(halfstep):
 def test_devices_table_and_json(halfstep):
     code, out, _ = halfstep("devices", "cpu")
     assert code == 0
-    for word in ("cpu", "bf16", "fp16", "native", "default dtype: bf16", "matmul precision"):
+    for word in ("cpu", "bf16", "fp16", "native", "use bf16, for", "matmul precision", "--kernels"):
         assert word in out
+    assert len(out.splitlines()) <= 20
+    assert "By which kernels" in halfstep("devices", "cpu", "--kernels")[1]
+    assert "What a region does" in halfstep("devices", "cpu", "--ops")[1]
     (facts,) = json.loads(halfstep("devices", "--device", "cpu", "--json")[1])
     assert facts["device"] == "cpu"
     assert facts["default_dtype"] == "bf16"

@@ -62,6 +62,21 @@ def test_the_api_page_is_up_to_date():
     )
 
 
+def counted(billions):
+    assert generator("generate_memory").table(billions) in (DOCS / "memory.md").read_text(encoding="utf-8"), (
+        "run: python docs/generate_memory.py"
+    )
+
+
+def test_the_memory_page_is_up_to_date():
+    counted(7)
+
+
+@pytest.mark.exhaustive
+def test_the_whole_memory_page_is_up_to_date():
+    assert (DOCS / "memory.md").read_text(encoding="utf-8") == generator("generate_memory").page()
+
+
 def test_the_api_page_has_every_public_name():
     text = (DOCS / "api.md").read_text(encoding="utf-8")
     assert [name for name in hs.__all__ if not re.search(rf"^### `{name}\b", text, re.MULTILINE)] == []

@@ -46,9 +46,11 @@ def run(
     module: Annotated[str, shown("MODULE")] = "",
     level: Annotated[str, shown("LEVELS")] = "O1,O2",
     only: Annotated[str, shown("GROUPS")] = "",
+    kernels: Flag = False,
+    ops: Flag = False,
     json: Flag = False,
 ) -> int:
-    """Show what each device does with each dtype, how fast, and with each op. Lists are separated by commas.
+    """Show how fast each device computes each dtype, and which to use. Lists are separated by commas.
 
     Args:
         device: Device to show, such as cpu or cuda:0. Default: all of them.
@@ -59,7 +61,9 @@ def run(
         module: Python module or file that brings the device up, imported first.
         level: Levels for --check.
         only: Groups of checks for --check: casting, numbers, models, scaling, masters, state. Default: all.
-        json: Print JSON instead of tables.
+        kernels: Show by which kernels a CPU runs each kind of op, and why.
+        ops: Show what a region does with each op; --policy and --dtype show it too.
+        json: Print JSON instead of tables: all of it.
     """
     if named not in ("", device) and device:
         raise ConfigError(f"two devices were given, {device} and --device {named}: give one, or none for all")
@@ -68,17 +72,24 @@ def run(
         _bring_up(module)
     if check:
         return _check(check, level, dtype, policy, only, json)
+    probed = json or ops or bool(dtype) or policy != "halfstep"
     chosen = [devices.resolve(device)] if device else [torch.device(name) for name in devices.available()]
     found = []
     for each in chosen:
-        facts, seen, ways = _facts(each), _probe(each, policy, dtype), _kernels(each, dtype)
+        facts = _facts(each)
+        seen = _probe(each, policy, dtype) if probed else []
+        ways = _kernels(each, dtype) if json or kernels else []
         if json:
-            kernels = [asdict(way) for way in ways]
-            found.append(facts | {"ops": [asdict(op) for op in seen], "kernels": kernels})
-        else:
-            _print_device(each, facts)
+            lists = {"ops": [asdict(op) for op in seen], "kernels": [asdict(way) for way in ways]}
+            found.append(facts | lists)
+            continue
+        _print_device(each, facts)
+        if kernels:
             _print_kernels(each, ways)
+        if probed:
             _print_ops(each, seen)
+    if not (probed or kernels):
+        console().print("more: --kernels (by which a CPU runs each op), --ops (what a region does with each)")
     if json:
         print_json(found)
     return 0
@@ -179,10 +190,14 @@ def _print_device(device: torch.device, facts: dict[str, Any]) -> None:
         for name, known in facts["dtypes"].items()
     ]
     out.print(table("", ("dtype", "status", "time / fp32", "why"), rows, "time / fp32"))
-    slow = " (slow here: fp32 arithmetic with rounding)" if devices.is_slow(device, dtype) else ""
-    out.print(f"default dtype: {dtype}{slow}")
-    out.print(f"float32 matmul precision: {facts['float32_matmul_precision']} (never changed by halfstep)")
-    out.print(f"measurements kept in {facts['cache']}")
+    slow = devices.is_slow(device, dtype)
+    gain = "memory alone: it is slow here, fp32 arithmetic with rounding" if slow else "speed and memory"
+    out.print(f"use {dtype}, for {gain}; `halfstep tune` and level='auto' measure a model")
+    for low in ("bf16", "fp16") if device.type == "cpu" else ():
+        if said := does_not_pay(measurements.known(), low, torch.get_num_threads()):
+            out.print(said, markup=False, highlight=False)
+    precision = facts["float32_matmul_precision"]
+    out.print(f"fp32 matmul precision {precision} (halfstep never changes it); measured in {facts['cache']}")
 
 
 def _kernels(device: torch.device, dtype: str) -> list[KernelFact]:
@@ -209,10 +224,6 @@ def _print_kernels(device: torch.device, ways: list[KernelFact]) -> None:
     out.print(table(f"By which kernels {device} runs each op (time / fp32)", columns, cells, keys=3))
     source = "measured on this machine" if table_of().measures else f"by {os.environ.get(VARIABLE)}"
     out.print(f"kernels: {source}; {VARIABLE} or kernels= name others (measured, native, rounded, a file)")
-    for name in dict.fromkeys(way.dtype for way in ways):
-        said = does_not_pay(measurements.known(), name, torch.get_num_threads())
-        if said is not None:
-            out.print(said, markup=False, highlight=False)
 
 
 def _way(f: KernelFact) -> str:

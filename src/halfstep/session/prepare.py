@@ -97,6 +97,13 @@ def check_parts(
                 "call its own step(): leave it out and give skip_nonfinite=True to prepare(), or to a host's "
                 "adapter, and clip_norm= to amp.step()"
             )
+    empty = sum(p.is_meta for optimizer in optimizers for p in parameters_of(optimizer))
+    if empty:
+        raise ConfigError(
+            f"{empty} parameters are on the meta device, without values: call model.to_empty(device=...) "
+            "first (after model.bfloat16(), where fp32 would not fit), then build the optimizer and prepare; "
+            "amp.load() or load_state_dict() gives them values"
+        )
     check_parameters(models, optimizers)
     check_expanded(models, optimizers)
     wide = sum(p.dtype == torch.float64 for model in models for p in model.parameters())

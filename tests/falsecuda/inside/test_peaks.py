@@ -14,6 +14,7 @@ from torch import nn
 import halfstep as hs
 from halfstep import shardfiles
 from halfstep.optim import master_link, split
+from halfstep.session.memory import footprint
 
 WIDTH, LAYERS = 32, 12
 BESIDE = WIDTH * WIDTH * 4 + 8 * 512
@@ -59,11 +60,13 @@ def run(level: str, dtype: str, optimizer: str, options: dict[str, Any]) -> tupl
     return model, made[0], size, peak
 
 
-def train(model: Any, amp: Any) -> None:
+def train(model: Any, amp: Any, width: int = WIDTH, updates: bool = True) -> None:
     for _ in range(2):
         with amp.autocast():
-            loss = model(torch.ones(2, WIDTH, device="cuda")).float().square().mean()
+            loss = model(torch.ones(2, width, device="cuda")).float().square().mean()
         amp.backward(loss)
+        if not updates:
+            return
         amp.step()
 
 
@@ -101,6 +104,43 @@ def _small_parts(monkeypatch: pytest.MonkeyPatch):
 )
 def test_peaks(level: str, dtype: str, optimizer: str, options: dict[str, Any], tmp_path: Path):
     check(level, dtype, optimizer, options, tmp_path / "run")
+
+
+FUSED: dict[str, Callable[..., Any]] = {
+    "torch AdamW": lambda p: torch.optim.AdamW(p, fused=True),
+    "torch SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
+}
+
+
+@pytest.mark.parametrize(
+    ("level", "dtype", "optimizer", "options"),
+    [pytest.param(*row, marks=() if row == DAILY else pytest.mark.exhaustive) for row in ALL],
+)
+def test_the_bytes_that_the_command_counts(
+    level: str, dtype: str, optimizer: str, options: dict[str, Any], tmp_path: Path, monkeypatch: Any
+):
+    width, make = 4 * WIDTH, FUSED.get(optimizer, OPTIMIZERS[optimizer])
+
+    def model_on(device: str) -> nn.Module:
+        return nn.Sequential(*(nn.Linear(width, width, bias=False, device=device) for _ in range(2 * LAYERS)))
+
+    empty = model_on("meta")
+    counted = footprint([empty], [make(empty.parameters(), **options)], level, dtype)
+    monkeypatch.setattr(split, "_AT_ONCE", width * width // 16)
+    start, found = taken(), dict[str, int]()
+    model = model_on("cuda")
+    held, made = make(model.parameters(), **options), list[Any]()
+    found["prepare"] = peak_of(lambda: made.append(hs.prepare(model, held, level=level, dtype=dtype))) - start
+    amp = made[0]
+    train(model, amp, width)
+    own = optimizer in OPTIMIZERS and optimizer not in FUSED
+    # Plain torch updates by temporaries, which kernels do without; before it all gradients are there.
+    found["step"] = peak_of(lambda: train(model, amp, width, updates=not own)) - start
+    held.zero_grad()
+    found["at_rest"] = taken() - start
+    found["save"] = peak_of(lambda: amp.save(tmp_path / "run")) - start
+    found["load"] = peak_of(lambda: amp.load(tmp_path / "run")) - start
+    assert {k: getattr(counted, k) for k in found} == {k: pytest.approx(v, 0.05) for k, v in found.items()}
 
 
 def test_gradients_that_are_widened_are_not_all_held_twice():

@@ -1,0 +1,177 @@
+"""`halfstep memory SCRIPT | --parameters COUNT`: the bytes that training holds, without holding them."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import os
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Annotated, Any, Literal
+
+import torch
+import tyro
+from torch import Tensor, nn
+
+import halfstep
+from halfstep import optim
+from halfstep.cli._options import Flag, shown
+from halfstep.cli._output import console, print_json, table
+from halfstep.doctor.process import Enough, in_words, replace, run_in_process, run_main
+from halfstep.errors import ConfigError, HalfstepError
+from halfstep.session.memory import Footprint, footprint
+from halfstep.session.prepare import as_models, as_optimizers, read_plan, settings_of
+from halfstep.trainer import loop
+from halfstep.trees import parameters_of
+
+#: Layers that stand for a number of parameters: each has a share of it that the largest tensor of models has.
+LAYERS = 64
+
+
+def run(
+    script: tyro.conf.Positional[Annotated[str | None, shown("SCRIPT.py")]] = None,
+    args: tyro.conf.Positional[Annotated[tuple[str, ...], shown("[ARGUMENT ...]")]] = (),
+    parameters: Annotated[float | None, shown("COUNT")] = None,
+    level: Annotated[str | None, shown("LEVEL")] = None,
+    optimizer: Annotated[str | None, shown("NAME")] = None,
+    states: Annotated[Literal["fp32", "bf16", "8bit"] | None, shown("FORMAT")] = None,
+    master: Annotated[Literal["exact", "fp32", "stochastic"] | None, shown("KIND")] = None,
+    ranks: Annotated[int, shown("COUNT")] = 1,
+    json: Flag = False,
+) -> None:
+    """Count the bytes that training holds on each rank: at rest, in a step, in prepare, save and load.
+
+    Nothing is trained and no memory is taken: a script runs until it prepares or first calls its model, whose
+    parameters have no values.
+
+    Args:
+        script: A training script ending in .py.
+        args: The script's own arguments, after `--`.
+        parameters: Count this many parameters instead, in 64 layers: 7e9.
+        level: O0, O1, O2 or O3. Default: the script's own, or O1.
+        optimizer: hs.AdamW, hs.Lion, torch.SGD ... Default: the script's own, or hs.AdamW.
+        states: States of an optimizer of hs.optim: fp32, bf16 or 8bit.
+        master: Its masters: exact, fp32 or stochastic.
+        ranks: How many share weights, gradients and states by fully_shard. Under DDP each has all of them.
+        json: Print JSON instead of the table.
+    """
+    if ranks < 1:
+        raise ConfigError(f"--ranks {ranks}: expected 1 or more")
+    if (script is None) == (parameters is None):
+        raise ConfigError("expected a script, or --parameters and their number, such as --parameters 7e9")
+    if parameters is not None and not 1e4 <= parameters < float("inf"):
+        raise ConfigError(f"--parameters {parameters:g}: expected 10000 or more")
+    make, said = partial(made, optimizer or "hs.AdamW", states, master), ""
+    if parameters is not None:
+        found: Any = of_parameters(int(parameters), level or "O1", make, ranks)
+    else:
+        given = make if optimizer or states or master else None
+        found, said = run_in_process(partial(of_script, str(script), args, level, given, ranks), os.environ)
+    if not isinstance(found, Footprint):
+        raise ConfigError(f"{script}: {found or (said.strip().splitlines() or ['no message'])[-1]}")
+    if json:
+        return print_json(vars(found))
+    rows = [
+        [kind.replace("_", " "), in_units(size), f"{size * ranks / found.parameters:.2f}"]
+        for kind, size in vars(found).items()
+        if kind != "parameters"
+    ]
+    title = f"{found.parameters:,} parameters" + (f", each of {ranks} ranks" if ranks > 1 else "")
+    console().print(table(title, ("", "memory", "bytes a parameter"), rows, "memory,bytes a parameter"))
+    console().print("prepare, step, save and load: peaks, without activations and what fully_shard gathers.")
+    return None
+
+
+def in_units(size: int) -> str:
+    """Bytes as people write them: MB of 10^6, GB of 10^9."""
+    value, unit = (size / 1e9, "GB") if size >= 1e9 else (size / 1e6, "MB")
+    return f"{value:,.0f} {unit}" if value >= 100 else f"{value:.3g} {unit}"
+
+
+Make = Callable[[list[Any]], torch.optim.Optimizer]
+
+
+def made(name: str, states: str | None, master: str | None, params: list[Any]) -> torch.optim.Optimizer:
+    """The optimizer of a name such as hs.AdamW or torch.SGD; ConfigError where there is none."""
+    home, _, kind = name.rpartition(".")
+    found = getattr({"hs": optim, "torch": torch.optim}.get(home), kind, None)
+    if not isinstance(found, type) or not issubclass(found, torch.optim.Optimizer):
+        raise ConfigError(f"--optimizer {name}: expected one such as hs.AdamW or torch.SGD")
+    if home == "torch" and (states or master):
+        raise ConfigError(f"--optimizer {name} beside --states or --master, which hs.{kind} has: drop one")
+    own = {"state_dtype": states or "fp32", "master": master or "exact"} if home == "hs" else {}
+    return found(params, lr=1e-3, **own, **({"momentum": 0.9} if kind == "SGD" else {}))  # type: ignore[call-arg]
+
+
+def of_parameters(count: int, level: str, make: Make, ranks: int = 1) -> Footprint:
+    """What training holds of so many parameters, in layers of one width."""
+    width = math.isqrt(count // LAYERS)
+    heights = [*[width] * LAYERS, count // width - width * LAYERS]
+    model = nn.Sequential(*(nn.Linear(width, n, bias=False, device="meta") for n in heights if n))
+    return footprint([model], [make(list(model.parameters()))], level, ranks=ranks)
+
+
+def of_script(
+    script: str, args: Sequence[str], level: str | None, make: Make | None, ranks: int
+) -> Footprint | str:
+    """What training holds of what a script builds, run in this process; or why that cannot be said."""
+    models, optimizers, said = list[nn.Module](), dict[int, torch.optim.Optimizer](), dict[str, Any]()
+
+    def added(add: Callable[..., None], optimizer: torch.optim.Optimizer, group: Any) -> None:
+        add(optimizer, group)
+        optimizers[id(optimizer)] = optimizer
+
+    def called(call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        if not any(p.is_meta for p in module.parameters()):
+            return call(module, *args, **kwargs)
+        models.append(module)
+        raise Enough
+
+    def prepared(_: Any, model: Any, optimizer: Any = None, level: Any = "O1", **given: Any) -> Any:
+        models.extend(as_models(model))
+        optimizers.update({id(o): o for o in as_optimizers(optimizer)})
+        said.update(given, level=level if given.get("enabled", True) else "O0")
+        raise Enough
+
+    with ExitStack() as stack:
+        replace(stack, nn.Module, "register_parameter", _registered)
+        replace(stack, nn.Module, "_apply", _applied)
+        replace(stack, nn.Module, "__call__", called)
+        replace(stack, torch.optim.Optimizer, "add_param_group", added)
+        own: Any = importlib.import_module("halfstep.session.prepare")
+        for place in (own, halfstep.session, halfstep, loop):  # pyright: ignore[reportAttributeAccessIssue]
+            replace(stack, place, "prepare", prepared)
+        error = run_main(script, args)
+    if error is not None:
+        return f"{in_words(error, 0)}; its parameters have no values here, which it may need"
+    if not models or not optimizers:
+        return "it ends, or calls a model, before an optimizer is made: give --parameters"
+    try:
+        plan = read_plan(said.get("plan"))
+        how, dtype, _ = settings_of(plan, level or said.get("level", "O0"), said.get("dtype"), "keep")
+        if how == "auto":
+            return "its level='auto' is chosen by measuring: give --level"
+        held = list(dict.fromkeys(p for o in optimizers.values() for p in parameters_of(o)))
+        known = {p for model in models for p in model.parameters()}
+        if rest := [p for p in held if p not in known]:
+            models.append(nn.ParameterList(rest))
+        return footprint(models, [make(held)] if make else [*optimizers.values()], how, dtype, plan, ranks)
+    except HalfstepError as wrong:
+        return str(wrong)
+
+
+def _registered(register: Callable[..., None], module: nn.Module, name: str, given: Any) -> None:
+    """A parameter loses its values when a module gets it."""
+    register(module, name, given)
+    if type(given) is nn.Parameter and not given.is_meta:
+        module._parameters[name] = nn.Parameter(given.to("meta"), given.requires_grad)
+
+
+def _applied(apply: Callable[..., Any], module: nn.Module, change: Any, *more: Any) -> Any:
+    """Of what a module is moved to only the dtype reaches parameters without values."""
+
+    def cast(t: Tensor) -> Tensor:
+        return t.to(change(torch.empty(0, dtype=t.dtype, device="cpu")).dtype) if t.is_meta else change(t)
+
+    return apply(module, cast, *more)

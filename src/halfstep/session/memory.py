@@ -1,0 +1,113 @@
+"""How many bytes training holds on one rank, of the tensors that `prepare` and a step make on meta.
+
+No size is written here: weights are converted and states made as in training, of tensors without memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.errors import UnsupportedError
+from halfstep.optim import storage
+from halfstep.optim.base import OnePassOptimizer
+from halfstep.policy.levels import LOW_DTYPES, Level, level_of
+from halfstep.policy.plan import Plan
+from halfstep.session.precision import lower
+from halfstep.session.prepare import apply_precision
+from halfstep.trees import parameters_of
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes on one rank, by kind and at the peak of what one does with a run; `parameters`: of all ranks.
+
+    `masters`: fp32 copies, or the bits that 16-bit weights lack. `gradients`: as the optimizer reads them. In
+    `prepare`, `save` and `load` the largest tensor is there once more, in fp32. Activations come on top, and
+    what `fully_shard` gathers for a while.
+    """
+
+    parameters: int
+    weights: int
+    masters: int
+    states: int
+    gradients: int
+    at_rest: int
+    prepare: int
+    step: int
+    save: int
+    load: int
+
+
+def footprint(
+    models: Sequence[nn.Module],
+    optimizers: Sequence[torch.optim.Optimizer],
+    level: str | Level,
+    dtype: str | torch.dtype | None = None,
+    plan: Plan | None = None,
+    ranks: int = 1,
+) -> Footprint:
+    """Count what a rank holds of models on the meta device that `ranks` share by `fully_shard`; uses them up.
+
+    Raises:
+        UnsupportedError: an optimizer of torch's that cannot step without values.
+    """
+    params = list({p: None for model in models for p in model.parameters()})
+    count = sum(p.numel() for p in params)
+    for p in params if ranks > 1 else ():
+        p.data = p.data[: -(-len(p) // ranks)] if p.dim() else p.data
+    built, largest = _held(models), max((p.numel() * 4 for p in params), default=0)
+    dtype = None if level_of(level)[0].compute_role == "full" else dtype or "bf16"
+    precision = lower(level, dtype, None, plan, torch.device("meta"))
+    own = [o for o in optimizers if isinstance(o, OnePassOptimizer)]
+    others = [o for o in optimizers if not isinstance(o, OnePassOptimizer)]
+    theirs = [p for o in others for p in parameters_of(o) if p.requires_grad]
+    states = _states(others) if precision.masters else 0
+    if not (precision.masters and others and ranks > 1):  # else fp32 shards are the weights
+        apply_precision(precision, models, own, [], {})
+    low = [p for p in theirs if precision.masters and p.dtype in LOW_DTYPES]
+    late = states or _states(others)
+    entries = [(k in storage.MASTER_KEYS, t) for o in own for e in o.state.values() for k, t in e.items()]
+    masters = 4 * sum(p.numel() for p in low) + _bytes(t for is_master, t in entries if is_master)
+    early = _bytes(t for is_master, t in entries if not is_master)
+    gradients = sum(p.numel() * (4 if precision.masters else p.element_size()) for p in theirs)
+    for o in own:  # released ones are there one at a time
+        sizes = [p.numel() * (p.grad_dtype or p.dtype).itemsize for p in parameters_of(o) if p.requires_grad]
+        gradients += max(sizes, default=0) if o.release else sum(sizes)
+    prepared = (weights := _held(models)) + masters + early
+    rest = prepared + late
+    return Footprint(
+        count, weights, masters, early + late, gradients, rest, max(built + largest, prepared),
+        rest + gradients, rest + largest, rest + largest,
+    )  # fmt: skip
+
+
+def _held(models: Sequence[nn.Module]) -> int:
+    return _bytes({id(t): t for m in models for t in (*m.parameters(), *m.buffers())}.values())
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def _states(optimizers: Sequence[torch.optim.Optimizer]) -> int:
+    """Bytes that torch's optimizers make in their first step, of their parameters as they are."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group.update({key: False for key in ("fused", "foreach", "capturable") if key in group})
+            for p in (p for p in group["params"] if p.requires_grad):
+                p.grad = torch.empty_like(p)
+        try:
+            optimizer.step()
+        except Exception as error:
+            raise UnsupportedError(
+                f"{type(optimizer).__name__} takes no step on tensors without values, by which states are "
+                f"counted: name another one ({error})"
+            ) from error
+        optimizer.zero_grad()
+    kept: list[Any] = [t for o in optimizers for entry in o.state.values() for t in entry.values()]
+    return _bytes(t for t in kept if isinstance(t, Tensor))
