@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import math
-from collections.abc import Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -437,6 +437,22 @@ def _read_optimizer(
 
         if entry := saved["state"].get(name):
             state[number] = {what: later(what, value) for what, value in entry.items()}
+    whole = {"state": state, "param_groups": _read_groups(optimizer, names, saved, read)}
+    if not own or not waits:
+        return _State(whole, late, None)
+    try:
+        return _State(whole, late, read_state(optimizer, whole, dry=True)[0])
+    except ConfigError as error:
+        raise CheckpointError(f"the checkpoint does not fit, nothing was changed: {error}") from error
+
+
+def _read_groups(
+    optimizer: torch.optim.Optimizer,
+    names: Sequence[str],
+    saved: Mapping[str, Any],
+    read: Callable[[str], Tensor],
+) -> list[dict[str, Any]]:
+    """The options of each of an optimizer's groups, of the saved group of the same parameters."""
     groups = list[Any]()
     optional = {
         option
@@ -451,13 +467,7 @@ def _read_optimizer(
         keeps = {key: new[key] for key in ("params", "param_names") if key in new}
         defaults = {key: new[key] for key in optimizer.defaults if key in new}
         groups.append({**defaults, **{k: v for k, v in options.items() if k != "param_names"}, **keeps})
-    whole = {"state": state, "param_groups": groups}
-    if not own or not waits:
-        return _State(whole, late, None)
-    try:
-        return _State(whole, late, read_state(optimizer, whole, dry=True)[0])
-    except ConfigError as error:
-        raise CheckpointError(f"the checkpoint does not fit, nothing was changed: {error}") from error
+    return groups
 
 
 def _loads_as_known(optimizer: torch.optim.Optimizer) -> bool:
