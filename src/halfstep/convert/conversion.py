@@ -49,6 +49,7 @@ from halfstep.convert.sharded import (
 from halfstep.errors import ConfigError, PlanError, UnsupportedError
 from halfstep.formats import dtype_name, parse_dtype
 from halfstep.names import fqns, unwrap
+from halfstep.policy.declared import declared_rules
 from halfstep.policy.levels import LOW_DTYPES, Level, level_of
 from halfstep.policy.ops import Rule
 from halfstep.policy.plan import Plan, PlanRule
@@ -341,6 +342,8 @@ class Casting:
         inner = unwrap(model)
         level, low = _read(plan_or_level, dtype, inner)
         base = plan_or_level if isinstance(plan_or_level, Plan) else Plan.for_level(cast(Level, level), low)
+        if level is not None and level.param_role != "full":
+            base = base.with_rules(*declared_rules(inner, low))
         rules = base + (plan or Plan.empty())
         edits = bool(plan) or level is None or level.param_role != "full"
         stores = any(rule.dtype is not None for rule in rules.rules)

@@ -366,10 +366,13 @@ class NonFinite:
         if taken and not self._said:
             self._said = True
             cures = (f"{place}: {text}: {cure}" for place, text, cure in zero_epsilons(self._optimizers))
-            skip = "on_nonfinite='skip' in prepare(), a Trainer or a host's adapter skips such steps"
+            doctor = (
+                "`halfstep doctor` names the op that made them; on_nonfinite='skip' in prepare(), a Trainer "
+                "or a host's adapter skips such steps"
+            )
             warn(
                 f"step {step}: gradients {where}hold inf or NaN and the step was taken, as plain "
-                f"PyTorch does; {next(cures, skip)} (said once)"
+                f"PyTorch does; {next(cures, doctor)} (said once)"
             )
 
     def _raise(
