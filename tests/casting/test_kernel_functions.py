@@ -13,6 +13,7 @@ from halfstep.casting.kernel_choice import IMPLEMENTATIONS, KernelTable, Row
 from halfstep.casting.kinds import KINDS
 from halfstep.casting.kinds.convolution import sums_in_fp32
 from halfstep.casting.kinds.kind import Choice, OpClass
+from halfstep.policy.policy import Policy
 from tests.torch_facts import one_graph
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -349,3 +350,29 @@ def test_a_gradient_penalty_gives_no_gradient_where_fp32_gives_none(kernels):
         grad.flatten(1).norm(dim=1).square().mean().backward()
         found.append({name for name, p in model.named_parameters() if p.grad is None})
     assert found[0] == found[1] == {"2.bias", "3.bias"}
+
+
+@pytest.mark.parametrize("kernels", ["native", "rounded"])
+@pytest.mark.parametrize("name", ["linear", "biased", "mm", "matmul"])
+def test_a_product_that_gives_out_fp32_rounds_only_its_gradients(name, kernels):
+    calls = {
+        "linear": lambda x, w, b: F.linear(x, w),
+        "biased": lambda x, w, b: F.linear(x, w, b),
+        "mm": lambda x, w, b: torch.mm(x[0], w.t()),
+        "matmul": lambda x, w, b: x @ w.t(),
+    }
+    values = [torch.randn(shape).bfloat16().float() for shape in ((2, 24, 16), (8, 16), (8,))]
+    low = [v.clone().requires_grad_() for v in values]
+    exact = [v.double().requires_grad_() for v in values]
+    policy = Policy().with_rules(fp32_out=["linear", "mm", "matmul"])
+    with autocast("cpu", torch.bfloat16, policy=policy, kernels=kernels):
+        out = calls[name](*low)
+    right = calls[name](*exact)
+    assert out.dtype is torch.float32
+    torch.testing.assert_close(out.double(), right, atol=1e-5, rtol=0)
+    up = torch.rand(out.shape) + 0.5
+    found = torch.autograd.grad(out, low, up, allow_unused=True)
+    for got, ideal in zip(found, torch.autograd.grad(right, exact, up.double(), allow_unused=True)):
+        assert (got is None) == (ideal is None)
+        if got is not None and ideal is not None:
+            assert float((got - ideal).norm() / ideal.norm()) < 2**-7

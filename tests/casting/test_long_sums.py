@@ -96,6 +96,20 @@ def test_gradients_of_a_normalisation_are_summed_in_fp32(name, how):
         check(f, lambda x, *affine, run=in_region: run(x, *affine), [x, *affine], dtype)
 
 
+@pytest.mark.parametrize("trains", [(True, True, True), (False, True, True), (True, True, False)])
+def test_layer_norm_of_more_elements_than_a_block_of_rows(trains):
+    values = (torch.randn(9, 700, 8, 8) + 0.5).to(BF16), torch.rand(8, 8), torch.rand(8, 8).to(BF16)
+    leaves = [t.requires_grad_(needs) for t, needs in zip(values, trains, strict=True)]
+    exact = [t.detach().double().requires_grad_(t.requires_grad) for t in leaves]
+    upstream = torch.rand(values[0].shape).to(BF16)
+    with hs.autocast("cpu", BF16):
+        F.layer_norm(leaves[0], (8, 8), *leaves[1:]).backward(upstream)
+    F.layer_norm(exact[0], (8, 8), *exact[1:]).backward(upstream.double())
+    for t, right in zip(leaves, exact, strict=True):
+        assert (t.grad is None) == (right.grad is None)
+        assert t.grad is None or (t.grad.dtype is t.dtype and error(t.grad, right.grad) < 2**-8)
+
+
 def test_channels_last_batches_too():
     x = torch.randn(4, 8, 32, 32).to(BF16).to(memory_format=torch.channels_last)
     f = NORMS["batch_norm"][0]
@@ -280,6 +294,7 @@ def test_sums_by_index_are_fp32(name):
 @pytest.mark.parametrize("name", ["layer_norm", "embedding", "w[index]", "index_select"])
 def test_what_else_autograd_does_with_them(name):
     """Checkpointing, derivatives of derivatives, function transforms, forward mode."""
+    torch.manual_seed(0)
     f, shape = NORMS.get(name) or LOOK_UPS[name]
     tensors = [(torch.rand(s) + 0.5).to(BF16) for s in ([shape, (8,), (8,)] if name in NORMS else [shape])]
     run = region("O1", BF16, f)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import halfstep as hs
+from tests.laws import long_sums
 from tests.laws.long_sums import Case, Long, Way, cases, module_cases, op_cases
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -38,6 +39,7 @@ EXCEPT_IN_FP16_AT_O3 = {
 }
 SLOW = ("linalg.pinv.singular", "nn.Transformer", "nn.TransformerEncoder")
 SLOW_WHERE_LONG = ("nn.GRU", "nn.MultiLabelMarginLoss")
+LARGE = ("nn.AdaptiveMaxPool3d", "nn.AvgPool3d", "nn.BatchNorm2d", "nn.BatchNorm3d", "nn.Conv3d")
 EXCEPT_AT_O3 = {
     **dict.fromkeys(("log_softmax", "nn.LogSoftmax", "logsumexp", "nn.functional.cross_entropy"), _ROUNDED),
     **dict.fromkeys(
@@ -128,11 +130,19 @@ def test_sums_of_all_modules_do_not_outgrow_their_accumulator(threads, n, each):
 
 
 @pytest.mark.exhaustive
+def test_sums_of_modules_whose_samples_are_large_do_not_outgrow_their_accumulator(monkeypatch):
+    monkeypatch.setattr(long_sums, "MOST", 2**23)
+    modules, lost = outgrown((pair for pair in module_cases(each=2) if pair[0] in LARGE), 4096)
+    assert lost == {}
+    assert min(modules.values()) == len(LARGE)
+
+
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("way", ["O1 bf16", "O2 fp16"])
 def test_compiled_sums_of_some_ops_and_modules_do_not_outgrow_their_accumulator(way):
     ways = {way: WAYS[way]._replace(backend="inductor")}
-    ops, lost = outgrown(op_cases(share=8, samples=1, each=1), 4096, ways)
-    modules, also = outgrown(module_cases(share=8, each=1), 4096, ways)
+    ops, lost = outgrown(op_cases(share=8, samples=1, each=3), 4096, ways)
+    modules, also = outgrown(module_cases(share=8, each=3), 4096, ways)
     assert {**lost, **also} == {}
     assert ops[way] > 40
     assert modules[way] > 5

@@ -16,7 +16,7 @@ import torch
 
 from halfstep.casting.fp32_out import PRODUCTS
 from halfstep.casting.kernel_choice import KernelTable
-from halfstep.casting.kernel_runners import CASTABLE, PLAIN, chosen, tensors_of
+from halfstep.casting.kernel_runners import CASTABLE, PLAIN, choice_of_gradients, chosen, tensors_of
 from halfstep.casting.kinds.convolution import sums_in_fp32
 from halfstep.casting.long_sums import with_fp32_sums
 from halfstep.casting.saved_low import SavedLow
@@ -30,6 +30,8 @@ from halfstep.torch_private import (
     call_of,
     exclude_key,
     functorch_level,
+    in_forward_ad,
+    is_jit_tracing,
     keys_below,
     not_compiled,
     schema_of,
@@ -149,7 +151,7 @@ def runner(
         straight = site.native.call_boxed if casts_in_cpp else None
         return chosen(site.op.name(), compute, kernels, site.under, low, rounded, straight)
     if rule is Rule.FP32_OUT:
-        return _fp32_out_runner(site, compute)
+        return _fp32_out_runner(site, compute, kernels)
     if rule is Rule.FULL:
         if native is Rule.FULL:
             return None
@@ -276,24 +278,28 @@ def _keep_added(changed: Args, args: Args, added: int | None) -> Args:
     return [*changed[:added], args[added], *changed[added + 1 :]]
 
 
-def _fp32_out_runner(site: OpOnDevice, compute: torch.dtype) -> Runner:
+def _fp32_out_runner(site: OpOnDevice, compute: torch.dtype, kernels: KernelTable | None) -> Runner:
     """16-bit inputs, fp32 sums and result: by CUDA's own products where it has them, else fp32 arithmetic.
 
     Products of 16-bit numbers are exact in fp32 (and in TF32, which holds all bits of bf16 and fp16), so the
-    two differ in the order of their sums alone.
+    two differ in the order of their sums alone. On a CPU whose 16-bit kernels are the fastest for a gradient
+    that is rounded first, as on CUDA; elsewhere it stays in fp32.
     """
     in_fp32, product = _slow_runner(site, compute, rounds_result=False), PRODUCTS.get(site.name)
-    if site.device_type != "cuda" or product is None:
+    if product is None or (kernels is None and site.device_type != "cuda"):
         return in_fp32
     to_compute = _caster(site.device_type, compute)
 
     def run(keyset: Any, args: Args, kwargs: Kwargs) -> Any:
-        plain = functorch_level() is None and all(type(t) in PLAIN for t in tensors_of(args))
-        if plain and not kwargs and not _dtypes(args, kwargs) - CASTABLE:
-            low = _map(args, kwargs, to_compute)[0]
-            out = site.under(product, *_keep_added(low, args, _ADDED.get(site.name)))
-            if out is not NotImplemented:
-                return out
+        strange = kwargs or functorch_level() is not None or in_forward_ad() or is_jit_tracing()
+        plain = not strange and all(type(t) in PLAIN for t in tensors_of(args))
+        if plain and not _dtypes(args, kwargs) - CASTABLE:
+            choice = None if kernels is None else choice_of_gradients(kernels, site.op.name(), args, compute)
+            if kernels is None or choice is not None:
+                low = _map(args, kwargs, to_compute)[0]
+                out = site.under(product, choice, *_keep_added(low, args, _ADDED.get(site.name)))
+                if out is not NotImplemented:
+                    return out
         return in_fp32(keyset, args, kwargs)
 
     return run

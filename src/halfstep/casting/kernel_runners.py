@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfstep.casting.kernel_choice import KernelTable
+from halfstep.casting.kernel_choice import KernelTable, directions
 from halfstep.casting.kinds import KINDS
-from halfstep.casting.kinds.kind import Args, Call, OpClass, sizes
+from halfstep.casting.kinds.kind import Args, Call, Choice, OpClass, sizes
 from halfstep.formats import dtype_name
 from halfstep.torch_private import functorch_level, in_forward_ad, is_jit_tracing
 
@@ -87,6 +87,18 @@ def rounds_whole(table: KernelTable, name: str, args: Args, dtype: torch.dtype) 
         return table.choose(OpClass(name, dtype_name(dtype), "", "", 0), "*").forward != "native"
     needs = "iw" if _grad() and any(t.requires_grad for t in tensors) else ""
     return table.choose(cls, needs + "*").forward != "native"
+
+
+def choice_of_gradients(table: KernelTable, name: str, args: Args, dtype: torch.dtype) -> Choice | None:
+    """The choice of a product (by its overload's name) where it takes torch's own kernel for a gradient.
+
+    None where it does so for no gradient that is needed.
+    """
+    made = _READERS[name][1](args, {}) if name in _READERS else None
+    if made is None or made.op != "linear":
+        return None
+    choice = table.choose(class_of(made.op, made.geometry, made.work, dtype), made.needs)
+    return choice if any(getattr(choice, d) == "native" for d in directions(made.needs)[1:]) else None
 
 
 # --- the runner --------------------------------------------------------------------------------------------

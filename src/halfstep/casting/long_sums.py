@@ -248,27 +248,29 @@ class LayerNorm(torch.autograd.Function):
         needs = [ctx.needs_input_grad[i] for i in (0, 2, 3)]
         shape, affine = ctx.shape, (_wide(weight), _wide(bias))
 
-        def gradients(grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> list[Tensor]:
+        def gradients(grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> Sequence[Tensor | None]:
             wide = grad.to(F32), x.to(F32)
-            found = _aten.native_layer_norm_backward(*wide, shape, mean, rstd, *affine, needs)
-            return [g if i else g.to(x.dtype) for i, g in enumerate(found) if needs[i]]
+            return _aten.native_layer_norm_backward(*wide, shape, mean, rstd, *affine, needs)
 
-        whole = (
-            torch.is_grad_enabled() or x.numel() <= _BLOCK
-        )  # a derivative of this is taken, or it is small
-        if whole:
-            found = gradients(grad_outputs[0], x, mean, rstd)
+        if torch.is_grad_enabled() or x.numel() <= _BLOCK:  # a derivative of this is taken, or it is small
+            to_x, *sums = gradients(grad_outputs[0], x, mean, rstd)
         else:
+            sums = [
+                None if t is None or not need else torch.zeros_like(t) for t, need in zip(affine, needs[1:])
+            ]
+            flat = [t.reshape(-1, *shape) for t in (grad_outputs[0], x)]
+            flat += [t.reshape(-1, *[1] * len(shape)) for t in (mean, rstd)]
+            to_x = torch.empty_like(flat[1])
             rows = max(1, _BLOCK // math.prod(shape))
-            flat = (grad_outputs[0].reshape(-1, *shape), x.reshape(-1, *shape))
-            ones = (t.reshape(-1, *[1] * len(shape)) for t in (mean, rstd))
-            blocks = [gradients(*b) for b in zip(*(t.split(rows) for t in (*flat, *ones)), strict=True)]
-            columns = list(zip(*blocks, strict=True))
-            found = [torch.cat(columns[0]).reshape(x.shape)] if needs[0] else []
-            found += [functools.reduce(torch.add, parts) for parts in columns[needs[0] :]]
-        left = iter(found)
-        to_x, to_weight, to_bias = (next(left) if need else None for need in needs)
-        return to_x, None, _like(to_weight, weight), _like(to_bias, bias), None, None
+            for into, *block in zip(*(t.split(rows) for t in (to_x, *flat)), strict=True):
+                to_block, *found = gradients(*block)
+                if to_block is not None:
+                    into.copy_(to_block)
+                for total, part in zip(sums, found, strict=True):
+                    if total is not None and part is not None:
+                        total += part
+            to_x = to_x.reshape(x.shape) if needs[0] else None
+        return _like(to_x, x), None, _like(sums[0], weight), _like(sums[1], bias), None, None
 
 
 def _statistics_dtype(x: Tensor, *affine: Tensor | None) -> torch.dtype:

@@ -47,6 +47,12 @@ LEFT = (
     "the one that a loss trains: amp.backward(loss, optimizer) (said once)"
 )
 
+BROKEN_OFF = (
+    "halfstep: this backward() broke off, so the gradients of its optimizers, those of earlier passes since "
+    "their step too, were cleared: no step can take a part of them"
+)
+"""A note of the error that it broke off with."""
+
 SKIPPED_IN_A_ROW = 5
 SKIPPING = (
     "{} steps in a row were skipped, up to step {}: their gradients hold inf or NaN{}. A loss scale that is "
@@ -360,10 +366,13 @@ class NonFinite:
         if taken and not self._said:
             self._said = True
             cures = (f"{place}: {text}: {cure}" for place, text, cure in zero_epsilons(self._optimizers))
-            skip = "on_nonfinite='skip' in prepare(), a Trainer or a host's adapter skips such steps"
+            doctor = (
+                "`halfstep doctor` names the op that made them; on_nonfinite='skip' in prepare(), a Trainer "
+                "or a host's adapter skips such steps"
+            )
             warn(
                 f"step {step}: gradients {where}hold inf or NaN and the step was taken, as plain "
-                f"PyTorch does; {next(cures, skip)} (said once)"
+                f"PyTorch does; {next(cures, doctor)} (said once)"
             )
 
     def _raise(
