@@ -3,7 +3,7 @@
 `save` and `load` are of one file, which `torch.load(path, weights_only=True)` reads too. `write_folder` and
 `read_manifest` are of a folder that any number of ranks writes and any other number reads: a safetensors file
 a rank (`shardfiles`) and `manifest.json` with the SHA-256 of each. Nothing is pickled there. What stands in
-it is the business of `session/saving.py`.
+it is the business of `session/saving.py` and `loading.py`.
 """
 
 from __future__ import annotations
@@ -328,7 +328,8 @@ def manifest_of(folder: Path, number: int = 0, ranks: int = 1) -> dict[str, Any]
             f"no checkpoint at {folder}: it has no {MANIFEST}{hint}", damaged=True
         ) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{path} is damaged or not a manifest: {error}", damaged=True) from error
+        what = f"it has no {error}" if isinstance(error, KeyError) else error
+        raise CheckpointError(f"{path} is damaged or not a manifest: {what}", damaged=True) from error
     return manifest
 
 

@@ -13,6 +13,7 @@ import itertools
 import json
 import math
 import os
+import re
 import stat
 import struct
 from collections import Counter, OrderedDict
@@ -438,7 +439,7 @@ def check_layout(name: str, value: Tensor) -> None:
     if value.layout != torch.strided or value.is_quantized or value.is_meta:
         kind = "on the meta device" if value.is_meta else "quantized" if value.is_quantized else value.layout
         raise CheckpointError(
-            f"{name} is a tensor that a checkpoint cannot hold ({kind}): expected a dense one. Sparse "
+            f"{_told(name)} is a tensor that a checkpoint cannot hold ({kind}): expected a dense one. Sparse "
             "gradients (nn.Embedding(sparse=True)) leave sparse momentum: use sparse=False, or momentum=0"
         )
 
@@ -453,17 +454,32 @@ def packed(value: Any, name: str, put: Callable[[str, Tensor], object]) -> Any:
         return value
     if isinstance(value, Mapping):
         items = cast("Mapping[Any, Any]", value).items()
-        pairs = [[packed(k, "", put), packed(v, f"{name}.{k}", put)] for k, v in items]
+        pairs = [[_packed_key(k, name), packed(v, f"{name}.{k}", put)] for k, v in items]
         return {next((word for word, kind in _MAPPINGS.items() if type(value) is kind), "dict"): pairs}
     if isinstance(value, list | tuple):
         kind = "list" if isinstance(value, list) else "tuple"
         entries = cast("Sequence[Any]", value)
         return {kind: [packed(item, f"{name}.{i}", put) for i, item in enumerate(entries)]}
-    if hasattr(value, "item"):
+    if hasattr(value, "item") and getattr(value, "size", 1) == 1:
         return value.item()
     raise CheckpointError(
-        f"{name} is a {type(value).__name__}: give tensors, numbers, strings and nests of these"
+        f"{_told(name)} is of type {type(value).__name__}, which a checkpoint cannot hold: give tensors, "
+        "numbers, strings and lists, tuples and dicts of these (torch.from_numpy makes a tensor of an array)"
     )
+
+
+def _packed_key(key: Any, name: str) -> Any:
+    """A key of the mapping `name` as JSON can hold it."""
+    tensors = list[Tensor]()
+    value = packed(key, f"a key of {_told(name)}", lambda _, tensor: tensors.append(tensor))
+    if tensors:
+        raise CheckpointError(f"a key of {_told(name)} is a tensor: give numbers, strings or tuples of these")
+    return value
+
+
+def _told(name: str) -> str:
+    """What a value is called where a person reads: `extra.note` of `.rest.extra.note`."""
+    return re.sub(r"^\.(rest\.|rank\.\d+\.)?", "", name)
 
 
 def unpacked(value: Any, read: Callable[[str], Tensor]) -> Any:

@@ -150,6 +150,12 @@ def gathered(scalars: Sequence[Tensor], home: torch.device) -> Tensor:
     return torch.stack(out)
 
 
+def all_equal(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[bool]:
+    """Whether the two tensors of each pair, of one shape and device, are equal; waits once for all."""
+    same = [(a == b).all() for a, b in pairs]
+    return gathered(same, same[0].device).tolist() if same else []
+
+
 def parameters_of(optimizer: Any) -> list[Tensor]:
     """The parameters of an optimizer, one group after the other; none where it has no groups."""
     return [p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]]

@@ -16,7 +16,7 @@ from torch import nn
 import halfstep as hs
 from halfstep.checkpoint import checksum_of
 from halfstep.errors import CheckpointError
-from halfstep.session import saving
+from halfstep.session import loading
 from halfstep.shardfiles import StoredPiece
 
 VALUES = (None, True, -1, 1 << 40, 0.5, "x", [], [1], {}, {"x": 1}, {"tensor": "0.weight"}, float("nan"))
@@ -233,7 +233,7 @@ def test_a_file_that_fails_the_second_time_leaves_a_run_half_loaded(tmp_path, mo
     path = run[3].save(tmp_path / "a", schedulers=[run[2]])
     saved = [p.detach().clone() for p in run[0].parameters()]
     train(run)
-    read, first_pass, left = StoredPiece.fill, saving._read, [1 << 30]
+    read, first_pass, left = StoredPiece.fill, loading._read, [1 << 30]
 
     def failing(*given):
         left[0] -= 1
@@ -248,7 +248,7 @@ def test_a_file_that_fails_the_second_time_leaves_a_run_half_loaded(tmp_path, mo
 
     with monkeypatch.context() as patch:
         patch.setattr(StoredPiece, "fill", failing)
-        patch.setattr(saving, "_read", passed)
+        patch.setattr(loading, "_read", passed)
         with pytest.raises(CheckpointError, match=r"half loaded: load again.*cut short"):
             run[3].load(path, schedulers=[run[2]])
     run[3].load(path, schedulers=[run[2]])

@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfstep as hs
 from halfstep.errors import UnsupportedError
+from halfstep.trainer import Trainer
 from tests import falsecuda
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
@@ -121,3 +122,41 @@ def test_on_the_device_nothing_is_asked_during_the_capture(kind: str, dtype: str
         else:
             amp.backward(loss)
             assert amp.step().taken
+
+
+@pytest.mark.skipif(not falsecuda.installed(), reason="needs the false CUDA device")
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_on_the_device_what_reads_values_is_refused_during_the_capture(kind: str, tmp_path: Any):
+    """It used to end in torch's own errors, of a load when it was half done."""
+    model, x = nn.Linear(8, 4).cuda(), X.cuda()
+    amp = hs.prepare(model, OPTIMIZERS[kind](model.parameters(), lr=0.1), level="O2", dtype="fp16")
+    with amp.autocast():
+        loss = model(x).float().square().mean()
+    amp.backward(loss)
+    outcome = amp.step()
+    amp.save(tmp_path / "a")
+    other = nn.Linear(8, 4).cuda()
+    trainer = Trainer(other, OPTIMIZERS[kind](other.parameters(), lr=0.1), nn.functional.mse_loss, level="O1")
+
+    def evaluate() -> None:
+        with amp.evaluating():
+            pass
+
+    calls = {
+        "amp.state_dict()": amp.state_dict,
+        "amp.sync()": amp.sync,
+        "amp.save()": lambda: amp.save(tmp_path / "b"),
+        "amp.load()": lambda: amp.load(tmp_path / "a"),
+        "amp.evaluating()": evaluate,
+        "Trainer.fit()": lambda: trainer.fit([(x, x[:, :4])], steps=1),
+        "Trainer.evaluate()": lambda: trainer.evaluate([(x, x[:, :4])]),
+        "reading the loss scale": lambda: repr(amp),
+    }
+    with falsecuda.capturing(), falsecuda.recorded_ops() as ops:
+        for name, call in calls.items():
+            with pytest.raises(UnsupportedError, match="cannot be captured in a CUDA graph") as refused:
+                call()
+            assert name in str(refused.value)
+    assert ops.names == []
+    amp.load(tmp_path / "a")
+    assert outcome.taken

@@ -131,13 +131,16 @@ def test_one_loss_unscaled_and_the_other_by_headroom():
     assert rig.amp.loss_scales[1].history[-1] == 0.5  # its own gradients', not those of the sum
 
 
-def test_an_error_in_backward_leaves_what_was_there():
+def test_an_error_in_backward_clears_what_was_there():
     rig = Rig("torch", "O2", (8.0, 2.0))
     rig.amp.backward(rig.loss(3.0, None), loss_id=0)
     with pytest.raises(RuntimeError, match="out of memory"), torch.autograd.graph.save_on_cpu():
         broken = rig.loss(None, 1.0)
         broken.register_hook(_fail)
         rig.amp.backward(broken, loss_id=1)
+    with pytest.raises(ScalerStateError, match="found no gradients"):
+        rig.amp.step()
+    rig.amp.backward(rig.loss(3.0, None), loss_id=0)
     assert rig.amp.step().taken
     assert rig.values() == [-3.0, 0.0]
 

@@ -1,5 +1,6 @@
 """Wraps after which ranks have other gradients: norm and skip are those of one process, or refused."""
 
+import copy
 import warnings
 
 import pytest
@@ -10,7 +11,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.nn.parallel import DistributedDataParallel
 
 import halfstep as hs
-from halfstep.errors import UnsupportedError
+from halfstep.errors import CheckpointError, HalfstepError, UnsupportedError
 from tests.ranks import run
 
 FSDP = {
@@ -71,6 +72,52 @@ def sharded(kind):
     return FullyShardedDataParallel(net(), device_id=torch.device("cpu"), **FSDP[kind])
 
 
+def saved_and_loaded(zero):
+    """What save() says of an optimizer that keeps each state on one rank, and whether its advice works."""
+    ends, saved, told = [], (), ""
+    for begins in (0, 2):
+        torch.manual_seed(begins)
+        model = DistributedDataParallel(nn.Sequential(nn.Linear(16, 24), nn.Linear(24, 4)))
+        optimizer = zero(model.parameters(), optimizer_class=hs.optim.AdamW, lr=0.1)
+        amp = hs.prepare(model.module, optimizer, "O1", dtype="fp16", kernels="native")
+        if begins:
+            for one, state in zip((model, optimizer, amp), saved):
+                one.load_state_dict(state)
+        for step in range(begins, 4):
+            with amp.autocast():
+                loss = loss_of(model, dist.get_rank() + 2 * step)
+            amp.backward(loss)
+            amp.step()
+            if step == 1:
+                with pytest.raises(CheckpointError) as raised:
+                    amp.save("nowhere")
+                told = str(raised.value)
+                optimizer.consolidate_state_dict(to=0)
+                state = [None]
+                if dist.get_rank() == 0:
+                    state = [tuple(one.state_dict() for one in (model, optimizer, amp))]
+                dist.broadcast_object_list(state)
+                saved = copy.deepcopy(state[0])
+        ends.append([p.detach().clone() for p in model.parameters()])
+    return told, all(map(torch.allclose, *ends))  # DDP's first bucket adds up three ranks in another order
+
+
+def masters_of_shards(fsdp):
+    """What is said where masters are asked for, with the model wrapped before and after."""
+    said = []
+    for before in (True, False):
+        model = net()
+        wrapped = fsdp(model, device_id=torch.device("cpu"), use_orig_params=True) if before else model
+        optimizer = hs.optim.SGD(wrapped.parameters(), lr=0.1)
+        try:
+            amp = hs.prepare(wrapped, optimizer, "O2", dtype="bf16", norm_group=dist.group.WORLD)
+            wrapped = fsdp(model, device_id=torch.device("cpu"), use_orig_params=True)
+            amp.backward(loss_of(wrapped, 0))
+        except HalfstepError as error:
+            said.append(str(error))
+    return said
+
+
 def wraps(rank):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it compiles by torch.jit.script when it is imported
@@ -91,6 +138,8 @@ def wraps(rank):
         model = with_own(net())
         optimizer = hs.optim.SGD(model.parameters(), lr=0.1, **option)
         found["bare"]["own", *option] = step_of_optimizer(model, optimizer)
+    found["saved"] = saved_and_loaded(ZeroRedundancyOptimizer)
+    found["masters"] = masters_of_shards(FullyShardedDataParallel)
     found["session"]["own"] = step_of_session(net(), with_own)
     model = net()
     optimizers = [hs.optim.SGD(part.parameters(), lr=0.1) for part in (model[0], model[2])]
@@ -109,6 +158,10 @@ def test_norms_and_skips_over_wraps_are_those_of_one_process_or_refused_by_name(
     right = float(torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]))
     for found in results:
         assert found["right"] == pytest.approx(right, rel=1e-5)
+        assert "call optimizer.consolidate_state_dict(to=0) on every rank" in found["saved"][0]
+        assert found["saved"][1], "the advice in the message"
+        assert ["hs.distributed.shard(model)" in said for said in found["masters"]] == [True, True]
+        assert not any("then wrap it" in said for said in found["masters"]), "neither sends to the other"
         for kind in ("flat", "original"):
             assert SESSION in found["session"][kind]
             assert "torch's FullyShardedDataParallel" in found["session"][kind]

@@ -185,33 +185,6 @@ def test_sparse_momentum_is_refused_and_leaves_nothing(tmp_path, background):
     assert not [*tmp_path.iterdir()]
 
 
-class Stop(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, *gradients):
-        raise KeyboardInterrupt
-
-
-@pytest.mark.parametrize("kind", ["torch", "ours"])
-def test_save_works_after_a_backward_that_failed_once_gradients_are_cleared(tmp_path, kind):
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
-    lib = torch.optim if kind == "torch" else hs.optim
-    optimizer = lib.SGD(model.parameters(), lr=0.1)
-    amp = hs.prepare(model, optimizer, level="O1", dtype="bf16", kernels="native")
-    with amp.autocast():
-        loss = model[1](Stop.apply(model[0](torch.ones(1, 2)))).float().sum()
-    with pytest.raises(KeyboardInterrupt):
-        amp.backward(loss)
-    with pytest.raises(CheckpointError, match="zero_grad"):
-        amp.save(tmp_path / "a")
-    optimizer.zero_grad()
-    amp.save(tmp_path / "a")
-    amp.load(tmp_path / "a")
-
-
 def test_save_works_where_a_second_optimizer_has_frozen_weights(tmp_path):
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in model]

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import halfstep as hs
 from halfstep.tuning import engine
 from halfstep.tuning.choices import NO_TIME, LevelChoice
-from halfstep.tuning.engine import Bench
+from halfstep.tuning.engine import Bench, FirstStep
 from halfstep.tuning.search import search
 
 
@@ -48,10 +48,10 @@ def test_nor_of_a_level_that_would_seem_hopeless() -> None:
     assert tried.first(LevelChoice("O1", "bf16")).time < 0.4
 
 
-def test_the_budget_begins_after_fp32s_first_steps() -> None:
-    tried = bench([0.3, 0.3], seconds=0.5)
+def test_what_compiles_in_fp32s_first_steps_is_not_counted() -> None:
+    tried = bench([0.3, 0.3], seconds=4.0)
     tried.first(LevelChoice("O0"))
-    assert tried.budget.left() > 0.4
+    assert tried.budget.left() > 3.5
 
 
 def test_what_takes_longer_than_is_left_is_measured_no_further() -> None:
@@ -110,9 +110,37 @@ def test_no_more_is_measured_than_the_seconds_hold(seconds: float, monkeypatch: 
     optimizer, step, make, batch = trained_by(model, second)
     found = search([model], [optimizer], step, batch, make, dtype="bf16", device=torch.device("cpu"),
                    seconds=seconds)  # fmt: skip
-    fp32s_first = 3.0
-    assert now[0] <= fp32s_first + seconds + 1.0
-    assert found.trials[0].seconds
+    assert now[0] <= seconds + 1.0
+    measured = [trial.choice.level for trial in found.trials[:3] if trial.seconds]
+    assert measured == (["O0", "O1"] if seconds < 7.0 else ["O0", "O1", "O2"])
+
+
+def test_gradients_are_kept_of_fp32_alone() -> None:
+    tried = bench([])
+    tried.first(LevelChoice("O0"))
+    seen: list[FirstStep] = []
+    look = tried._look
+    tried._look = lambda *given: seen.append(look(*given)) or seen[-1]
+    found = tried.first(LevelChoice("O1", "bf16"))
+    assert [len(one.gradients) for one in seen] == [0]
+    assert found.gradient_error == pytest.approx(0.002, abs=0.002)
+    base = tried._bases["keep"]
+    kept = FirstStep(gradients={key: value.clone() for key, value in base.gradients.items()})
+    kept.gradients[0, 0] *= 1.5
+    whole = torch.cat([value.flatten() for value in base.gradients.values()]).norm()
+    assert kept.distance(base)[1] == pytest.approx(float(base.gradients[0, 0].norm() / 2 / whole))
+
+
+def test_what_does_not_fit_is_left_out_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = convolutions(0.0)
+    optimizer, step, make, batch = trained_by(model)
+    monkeypatch.setattr(engine, "_free", lambda device: 3000.0)
+    found = search([model], [optimizer], step, batch, make, dtype="bf16", device=torch.device("cpu"))
+    assert found.choice.level == "O0"
+    needed = sum(p.numel() for p in model.parameters()) * 6 / 1e9
+    assert found.trials[1].failed == f"it needs {needed:.3g} GB beside what is held, and 3e-06 GB are free"
+    assert "O2 bf16: it needs" in found.reason
+    assert not optimizer.state
 
 
 @pytest.mark.parametrize("level", ["O0", "O1"])

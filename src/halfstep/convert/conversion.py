@@ -59,7 +59,16 @@ from halfstep.trees import compute_device, each_parameter
 _CONVERTED: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 #: Each gives a context in which a model is converted, for who wants to see what that does to it.
 around: list[Callable[[nn.Module], AbstractContextManager[None]]] = []
-_WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "DataParallel"}
+_WRAPPERS = {
+    "DistributedDataParallel": "convert the model, then wrap it",
+    "DataParallel": "convert the model, then wrap it",
+    "FullyShardedDataParallel": (
+        "it has flattened the parameters, whose dtypes O2 and O3 would change: shard with "
+        "hs.distributed.shard(model) in its place, or keep fp32 weights by prepare(model, optimizer, "
+        "level='O1', norm_group=model.process_group)"
+    ),
+}
+"""What belongs around a prepared model, and what to do where it is there before."""
 
 
 @dataclass(frozen=True)
@@ -274,10 +283,9 @@ def _check_first(path: str, module: nn.Module) -> None:
 
 def _check_model(model: nn.Module, stores: bool, changes: bool) -> None:
     for path, module in model.named_modules():
-        if changes and _WRAPPERS & {base.__name__ for base in type(module).__mro__}:
-            raise ConfigError(
-                f"{type(module).__name__} at {path or 'the root'}: convert the model, then wrap it"
-            )
+        kinds = {base.__name__ for base in type(module).__mro__}
+        if changes and (wrappers := kinds & _WRAPPERS.keys()):
+            raise ConfigError(f"{type(module).__name__} at {path or 'the root'}: {_WRAPPERS[wrappers.pop()]}")
         _check_first(path, module)
         if any(power.on for power in powers_of(module)):
             raise ConfigError(
@@ -398,7 +406,8 @@ class Casting:
                 if before[1] != dtype:
                     raise PlanError(
                         f"{first[id(tensor)]!r} and {name!r} are one tied tensor, but the plan wants "
-                        f"{dtype_name(before[1])} and {dtype_name(dtype)}: give both modules one rule"
+                        f"{dtype_name(before[1])} and {dtype_name(dtype)}: give both modules one rule. Where "
+                        "results of a 16-bit head are to be fp32, output='fp32' leaves its weight as it is"
                     )
                 if first.setdefault(id(tensor), name) == name:
                     self._note(path, f"{what} {key}", tensor.dtype, dtype, why)

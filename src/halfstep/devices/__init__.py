@@ -18,7 +18,7 @@ from halfstep.devices.capabilities import (
 )
 from halfstep.devices.memory import keep_freed_memory
 from halfstep.devices.register import on_register, register
-from halfstep.devices.transfer import AsyncCopy, capturing, refuse_capture, send_to_host
+from halfstep.devices.transfer import AsyncCopy, capturing, refuse_capture, refuse_reading, send_to_host
 
 __all__ = [
     "SLOW_RATIO",
@@ -39,6 +39,7 @@ __all__ = [
     "machine",
     "on_register",
     "refuse_capture",
+    "refuse_reading",
     "register",
     "resolve",
     "send_to_host",

@@ -29,6 +29,15 @@ def refuse_capture(device: torch.device, call: str) -> None:
         )
 
 
+def refuse_reading(device: torch.device, call: str) -> None:
+    """Raise UnsupportedError where a CUDA graph is being captured, for what brings values to the host."""
+    if capturing(device):
+        raise UnsupportedError(
+            f"{call} cannot be captured in a CUDA graph, since it waits for values of the device: call it "
+            "before or after the capture"
+        )
+
+
 @dataclass(frozen=True)
 class AsyncCopy:
     """A tensor on its way to the host; `wait()` gives it once it is there."""
@@ -43,6 +52,7 @@ class AsyncCopy:
     def wait(self) -> Tensor:
         """The tensor in host memory, after waiting if it must."""
         if self.event is not None:
+            refuse_reading(self.event.device, "reading what a step found")
             self.event.synchronize()
         return self.tensor
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from halfstep.rng import rewinder
 from halfstep.scaling.loss_scale import NoLossScale, StaticLossScale
+from halfstep.torch_private import is_traceable_wrapper_subclass
 from halfstep.trees import parameters_of
 
 
@@ -178,9 +179,10 @@ def run_eagerly() -> AbstractContextManager[Any]:
 Restore = Callable[[], None]
 
 
-def _deep(value: Any) -> Any:
+def _deep(value: Any, device: torch.device | None = None) -> Any:
     if isinstance(value, Tensor):
-        return value.detach().clone()
+        stays = device is None or is_traceable_wrapper_subclass(value)
+        return value.detach().clone() if stays else value.detach().to(device, copy=True)
     if isinstance(value, dict):
         return {k: _deep(v) for k, v in value.items()}
     return copy.deepcopy(value)
@@ -198,16 +200,16 @@ def _put_back(saved: Any, live: Any) -> Any:
     return live
 
 
-def _values(tensors: Iterable[Tensor]) -> Restore:
-    """Values of some tensors and of their gradients."""
-    saved = [(t, t.detach().clone(), _deep(t.grad) if t.is_leaf else None) for t in tensors]
+def _values(tensors: Iterable[Tensor], home: torch.device | None = None) -> Restore:
+    """Values of some tensors and of their gradients, which are kept on the device `home`."""
+    saved = [(t, t.device, _deep(t, home), _deep(t.grad, home) if t.is_leaf else None) for t in tensors]
 
     def restore() -> None:
-        for tensor, value, gradient in saved:
+        for tensor, device, value, gradient in saved:
             if _put_back(value, tensor) is not tensor:
-                tensor.data = value.clone()
+                tensor.data = _deep(value, device)
             if tensor.is_leaf:
-                tensor.grad = _deep(gradient)
+                tensor.grad = _deep(gradient, device)
 
     return restore
 
@@ -253,13 +255,16 @@ class Snapshot:
     """The state before a step. `restore()` may be called any number of times.
 
     Without `weights` it is cheap enough for every step: no weights, optimizer states or history of outcomes.
+    Copies of weights and gradients are kept on the device `home`; None keeps them where they are.
     """
 
-    def __init__(self, parts: StepParticipants, weights: bool = True) -> None:
+    def __init__(
+        self, parts: StepParticipants, weights: bool = True, home: torch.device | None = None
+    ) -> None:
         self._random = rewinder()
         self._restore = [_buffers(parts.modules)]
         if weights:
-            self._restore.append(_values(parts.parameters()))
+            self._restore.append(_values(parts.parameters(), home))
             self._restore += [_optimizer_state(o) for o in parts.optimizers]
             for thing in parts.others:
                 state = copy.deepcopy(thing.state_dict())

@@ -139,7 +139,7 @@ def find_zero_moments(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Tensor
     epsilon alone. Reads values back to the host. 8-bit codes, whose small values round to 0, are left out.
     """
     for p in parameters_of(optimizer):
-        entry = optimizer.state.get(p, {})
+        entry = optimizer.state.get(p) or {}  # ZeroRedundancyOptimizer puts None for those of other ranks
         mean, square = entry.get("exp_avg"), entry.get("exp_avg_sq")
         if isinstance(mean, Tensor) and isinstance(square, Tensor) and mean.shape == square.shape:
             moves = local_of(mean) != 0

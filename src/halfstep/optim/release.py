@@ -2,7 +2,8 @@
 
 What changes with it: a gradient that is not finite skips its own tensor only (tensors updated earlier in
 the same backward stay updated; the next `measure` says `finite=False`, so that a loss scale backs off), and
-clipping uses the norm of the previous step, since this step's is not known before backward ends.
+clipping uses the norm of the previous step, since this step's is not known before backward ends. A backward
+that breaks off leaves the tensors that it had reached updated.
 """
 
 import weakref
@@ -115,6 +116,10 @@ class GradientRelease:
         """What was seen since the last step and in `rest`, together; None where nothing was."""
         parts = [*self._seen, *([rest] if rest is not None else [])]
         return combine(parts) if parts else None
+
+    def forget(self) -> None:
+        """Forget what was seen since the last step: a backward pass broke off, and no step ends it."""
+        self._seen = []
 
     def finish(self, clips: bool) -> None:
         """End the step: remember its norm for the next one's clipping (`clips`: there is a limit)."""

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from typing_extensions import TypeIs
 
+from halfstep.devices import refuse_reading
 from halfstep.errors import ConfigError, show
 from halfstep.gradients import cuda
 from halfstep.trees import as_float32, map_floats, move_to, multiply, reciprocal
@@ -83,6 +84,8 @@ class LossScale:
 
     def read(self) -> float:
         """Return the scale as a Python float (synchronises when it lives on an accelerator)."""
+        if isinstance(self.value, Tensor):
+            refuse_reading(self.value.device, "reading the loss scale")
         return float(self.value)
 
     def tensor(self, device: torch.device | str | None = None) -> Tensor:

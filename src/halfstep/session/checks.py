@@ -47,6 +47,12 @@ LEFT = (
     "the one that a loss trains: amp.backward(loss, optimizer) (said once)"
 )
 
+BROKEN_OFF = (
+    "halfstep: this backward() broke off, so the gradients of its optimizers, those of earlier passes since "
+    "their step too, were cleared: no step can take a part of them"
+)
+"""A note of the error that it broke off with."""
+
 SKIPPED_IN_A_ROW = 5
 SKIPPING = (
     "{} steps in a row were skipped, up to step {}: their gradients hold inf or NaN{}. A loss scale that is "

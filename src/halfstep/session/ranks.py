@@ -164,13 +164,21 @@ class RankGuard:
 
     def _check_rank_local(self, optimizer: torch.optim.Optimizer) -> None:
         found = find_rank_local(weights_of(optimizer), optimizer)
-        if found is None or (found.group is not None and self._stages is not None):
+        if found is None:
             return
         cure = "give those that ranks have of their own to an optimizer of their own"
         if found.group is not None:
-            cure = (
-                "shard with hs.distributed.shard(model), or name the ranks that hold the other parts: "
-                "prepare(..., norm_group=model.process_group)"
+            cure = "shard with hs.distributed.shard(model) in its place"
+            if self._setup.precision.masters:
+                raise UnsupportedError(
+                    f"parameter {name_of(self._setup.models, found.parameter)!r} {found.why}, which fp32 "
+                    f"masters of {self._setup.level.name} cannot follow: {cure}"
+                )
+            if self._stages is not None:
+                return
+            cure += (
+                ", or name the ranks that hold the other parts: build the optimizer from the wrapped model, "
+                "and prepare(model, optimizer, norm_group=model.process_group)"
             )
         raise UnsupportedError(
             f"parameter {name_of(self._setup.models, found.parameter)!r} {found.why}: the norm that a step "

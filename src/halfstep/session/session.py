@@ -22,7 +22,7 @@ from halfstep.casting import kernel_choice
 from halfstep.casting.kernel_facts import does_not_pay
 from halfstep.casting.kernel_probes import measurements
 from halfstep.checkpoint import Background
-from halfstep.devices import refuse_capture
+from halfstep.devices import refuse_capture, refuse_reading
 from halfstep.distributed import all_ranks, world_size
 from halfstep.distributed.reduce import largest_of_ranks
 from halfstep.errors import ConfigError, UnsupportedError, show, warn
@@ -37,8 +37,9 @@ from halfstep.optim.resolution import find_idle_steps
 from halfstep.policy.levels import LOW_DTYPES
 from halfstep.scaling.loss_scale import LossScale, NoLossScale
 from halfstep.scaling.skips import SkipCount
-from halfstep.session import saving
+from halfstep.session import loading, saving
 from halfstep.session.checks import (
+    BROKEN_OFF,
     LEFT,
     SKIPPED_IN_A_ROW,
     SKIPPING,
@@ -226,6 +227,9 @@ class Session(Setup):
                 are applied by the last pass and clipped by the `clip_norm` and norm of the step before.
             kwargs: handed to `Tensor.backward` (retain_graph, create_graph, inputs, gradient).
 
+        Where it breaks off (out of memory, Ctrl-C, a hook that raises), the gradients of these optimizers are
+        cleared, those of earlier passes since the step too, and the next call begins anew.
+
         Raises:
             ConfigError: a loss without a graph or of several numbers, an optimizer not of this session, or a
                 loss_id that has no scale. UnsupportedError: inside a CUDA graph capture.
@@ -245,36 +249,49 @@ class Session(Setup):
             self._first_backward(loss)
         if LEFT not in self.state.told:
             self._note_leftovers(indices)
-        with ExitStack() as stack:
-            if len(indices) < len(optimizers):
-                weights = [set(weights_of(o)) for o in optimizers]
-                others = set[Tensor]().union(*weights).difference(*(weights[i] for i in indices))
-                stack.enter_context(set_aside(others, add=False))
-            for index, stepper in enumerate(self._steppers):
-                if isinstance(stepper, OnePassStepper) and stepper.releases:
-                    inv_scale = scale.inverse(self.device) if self.skip_nonfinite else None
-                    stack.enter_context(stepper.during_backward(index in indices, more, inv_scale))
-            if mixed:
-                stack.enter_context(self._apart(mixed))
-            self.state = opened(self.state, self._steppers, indices, loss_id)
-            self._nonfinite.backward(loss)
-            if self.precision.stores_low:
-                self._ranks.fit_gradients([w for i in indices for w in weights_of(optimizers[i])])
-            scale.scale(loss).backward(**kwargs)
+        begun = False
+        try:
+            with ExitStack() as stack:
+                self._enter(stack, indices, scale, more)
+                if mixed:
+                    stack.enter_context(self._apart(mixed))
+                begun = True
+                self.state = opened(self.state, self._steppers, indices, loss_id)
+                if self.precision.stores_low:
+                    self._ranks.fit_gradients([w for i in indices for w in weights_of(optimizers[i])])
+                scale.scale(loss).backward(**kwargs)
+        except BaseException as error:
+            if begun:
+                self._drop(indices)
+                error.add_note(BROKEN_OFF)
+            raise
+        self._nonfinite.backward(loss)
+
+    def _enter(self, stack: ExitStack, indices: Sequence[int], scale: LossScale, more: bool) -> None:
+        """Set gradients of other optimizers aside for a backward pass, and say how it releases its own."""
+        if len(indices) < len(self.optimizers):
+            weights = [set(weights_of(o)) for o in self.optimizers]
+            others = set[Tensor]().union(*weights).difference(*(weights[i] for i in indices))
+            stack.enter_context(set_aside(others, add=False))
+        for index, stepper in enumerate(self._steppers):
+            if isinstance(stepper, OnePassStepper) and stepper.releases:
+                inv_scale = scale.inverse(self.device) if self.skip_nonfinite else None
+                stack.enter_context(stepper.during_backward(index in indices, more, inv_scale))
+
+    def _drop(self, indices: Sequence[int]) -> None:
+        """Clear gradients that a part of a backward pass was added to: nobody can tell which."""
+        for index in indices:
+            self._steppers[index].clear()
+            self.state = self.state.without(index)
 
     @contextmanager
     def _apart(self, mixed: Sequence[int]) -> Generator[None]:
         """A backward of one loss over optimizers that hold gradients of others: each is looked at alone."""
         self._unscale(mixed)
-        before = self.state
-        try:
-            own = dict.fromkeys(w for index in mixed for w in weights_of(self.optimizers[index]))
-            with set_aside(own, add=True):
-                yield
-                self._unscale(mixed)
-        except BaseException:
-            self.state = before
-            raise
+        own = dict.fromkeys(w for index in mixed for w in weights_of(self.optimizers[index]))
+        with set_aside(own, add=True):
+            yield
+            self._unscale(mixed)
 
     def _unscale(self, indices: Sequence[int]) -> None:
         for index in indices:
@@ -404,7 +421,7 @@ class Session(Setup):
                 stepper.clear()
         except BaseException as error:
             self.state = self.state.without(index)  # the gradients are not ours now
-            if not isinstance(error, Exception):  # a signal, while gradients are changed in place
+            if stepper.releases or not isinstance(error, Exception):  # a signal, while gradients are changed
                 stepper.clear()
             torch.set_grad_enabled(enabled)
             raise
@@ -495,6 +512,7 @@ class Session(Setup):
 
     def step_without_batch(self) -> None:
         """Take part in a step of ranks that still have batches; see `halfstep.distributed.join`."""
+        refuse_capture(self.device, "amp.step_without_batch()")
         if len(self.loss_scales) > 1:
             raise UnsupportedError(
                 "a rank without batches cannot tell which of several losses the others stepped: use one "
@@ -531,7 +549,9 @@ class Session(Setup):
     def replayable(self, step: Callable[..., Any], *batch: Any) -> Any:
         """Run `step(*batch)` so that it can be traced; a bad step is replayed and its first bad op named.
 
-        What is traced is named in a warning, in `LossScaleCollapsed`, and kept by the `Replayable`.
+        What is traced is named in a warning, in `LossScaleCollapsed`, and kept by the `Replayable`. On an
+        accelerator the verdict on a step is read when the next one begins: until then, or until the cycle
+        collector runs, the last step keeps what it refers to, this session too.
         """
         if self._replay is None:
             self._replay = Replayable(self)
@@ -539,10 +559,12 @@ class Session(Setup):
 
     def sync(self) -> None:
         """Wait for every outcome still on its way from the device, so that `skips` is up to date."""
+        refuse_reading(self.device, "amp.sync()")
         self._queue.drain()
 
     def state_dict(self) -> dict[str, Any]:
         """Loss scale, counts and kernels as plain values; models and optimizers save themselves."""
+        refuse_reading(self.device, "amp.state_dict()")
         self.sync()
         return {
             "format": 1,
@@ -584,7 +606,7 @@ class Session(Setup):
 
         return restore
 
-    save, wait_until_saved, load = saving.save, saving.wait_until_saved, saving.load
+    save, wait_until_saved, load = saving.save, saving.wait_until_saved, loading.load
 
     def revert(self) -> None:
         """Undo `prepare`: fp32 weights (exact where there are masters), optimizers as they were, no hooks."""

@@ -30,7 +30,7 @@ from halfstep.policy.levels import Level
 from halfstep.session.precision import Precision
 from halfstep.session.preparation import Preparation, Prepared, check_states
 from halfstep.torch_private import hooks_after_load
-from halfstep.trees import compute_device, each_parameter
+from halfstep.trees import all_equal, compute_device, each_parameter
 from halfstep.tuning.search import Tuning
 
 
@@ -122,7 +122,10 @@ class Setup:
         At O3, which has none, they compute in `autocast()` with the 16-bit weights.
 
         Weights that are set or loaded within are set for good. Save and load sessions after it.
+        UnsupportedError inside a CUDA graph capture where there are masters.
         """
+        if self.precision.masters:
+            devices.refuse_reading(self.device, "amp.evaluating()")
         holders, modes = (
             self._preparation.holders,
             [(m, m.training) for model in self.models for m in model.modules()],
@@ -150,8 +153,8 @@ class Setup:
                     module.training = training
         for holder in holders:
             values = holder.masters(copies.keys())
-            changed = [w for w, v in values.items() if not torch.equal(local_of(copies[w]), local_of(v))]
-            holder.seed_masters({w: copies[w].detach() for w in changed})
+            same = all_equal([(local_of(copies[w]), local_of(v)) for w, v in values.items()])
+            holder.seed_masters({w: copies[w].detach() for w, kept in zip(values, same) if not kept})
 
     def revert(self) -> None:
         """Undo `prepare`: fp32 weights (exact where there are masters), optimizers as they were, no hooks."""

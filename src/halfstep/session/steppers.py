@@ -181,6 +181,12 @@ class OnePassStepper(Stepper):
         self.optimizer.step(inv_scale=inv_scale, clip_coef=clip, found_inf=found_inf)
         return Update(False, found_inf)
 
+    def clear(self) -> None:
+        """Drop the gradients, and what was seen of those that were released."""
+        super().clear()
+        if self.releases:
+            self.optimizer.release.forget()
+
     def look_and_update(
         self, inv_scale: Tensor | None, needs_amax: bool, clip_norm: float | None
     ) -> tuple[AnyStats, Update]:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from halfstep import checkpoint, rng
-from halfstep.devices import resolve
+from halfstep.devices import refuse_capture, refuse_reading, resolve
 from halfstep.distributed import (
     all_ranks,
     gather,
@@ -417,6 +417,7 @@ class Trainer:
         every rank, before the first step) ranks with batches for different numbers of steps; and
         CheckpointError when `resume` finds a corrupt checkpoint or one of another model.
         """
+        refuse_capture(self.device, "Trainer.fit()")
         last = last_step(loader, steps, epochs, self.accumulate)
         check_ranks(last)
         self._position = Position(loader, partial(Trainer._end_epoch, weakref.proxy(self)))
@@ -482,6 +483,7 @@ class Trainer:
         Over ranks the mean over the samples of all, the same on each: every rank calls it, at the same step,
         with a loader of its own share (of any length, empty too).
         """
+        refuse_reading(self.device, "Trainer.evaluate()")
         with watchdog(lambda: self.step, self.rank_timeout):
             parts = [(own, count) for own, count in gather(self._sums(loader)) if count]
         if not parts:

@@ -8,11 +8,13 @@ on the same batch. On several ranks all take the same steps, and what is dropped
 from __future__ import annotations
 
 import math
+import re
 import time
 import warnings
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from halfstep.distributed import gather
 from halfstep.distributed.reduce import Group
 from halfstep.errors import ConfigError, HalfstepError, HalfstepWarning
 from halfstep.numerics.snapshot import Snapshot, StepParticipants
+from halfstep.optim import split
 from halfstep.optim.master_link import weight_of
 from halfstep.torch_private import pytree
 from halfstep.trees import compute_device, parameters_of
@@ -35,13 +38,25 @@ Step = Callable[..., Any]
 #: Steps that a dynamic loss scale may skip before one counts.
 SKIPS = 24
 
+#: Where the seconds that are left hold so many steps, a first timing is taken twice: the first may compile.
+PLENTY = 10
+
 
 @dataclass
 class FirstStep:
-    """What the first taken step of a choice showed: loss, and gradients by optimizer and place, unscaled."""
+    """What the first taken step of a choice showed: loss, and gradients by optimizer and place, unscaled.
+
+    Beside a `base` no gradients are kept but the squares of their distance to its own and of these.
+    """
 
     loss: float | None = None
     gradients: dict[tuple[int, int], Tensor] = field(default_factory=dict[tuple[int, int], Tensor])
+    base: FirstStep | None = None
+    squares: dict[tuple[int, int], tuple[float, float]] = field(
+        default_factory=dict[tuple[int, int], tuple[float, float]]
+    )
+    home: torch.device | None = None
+    """Where gradients are kept; None where they are."""
 
     def listen(self, session: Any, optimizer: torch.optim.Optimizer) -> None:
         """Keep the gradients of a step that begins; an early listener of a session."""
@@ -51,20 +66,42 @@ class FirstStep:
     def keep(self, optimizer: torch.optim.Optimizer, scale: float = 1.0, number: int = 0) -> None:
         """Keep the gradients that an optimizer's parameters have."""
         for place, p in enumerate(parameters_of(optimizer)):
-            gradient = weight_of(p).grad
-            if gradient is not None:
-                self.gradients[number, place] = gradient.detach().float() / scale
+            gradient, key = weight_of(p).grad, (number, place)
+            if gradient is None:
+                continue
+            value = gradient.detach().float() / scale
+            if self.base is None:
+                self.gradients[key] = value.to(self.home or value.device)
+            elif key in self.base.gradients:
+                self.squares[key] = _squares(value, self.base.gradients[key])
 
     def distance(self, base: FirstStep) -> tuple[float | None, float | None]:
         """How far loss and gradients are from the base's, relative to these; None where there are none."""
         apart = None
         if self.loss is not None and base.loss is not None:
             apart = abs(self.loss - base.loss) / max(abs(base.loss), 1e-12)
-        pairs = [(self.gradients[key], b) for key, b in base.gradients.items() if key in self.gradients]
-        whole = sum(float(b.double().square().sum()) for _, b in pairs)
-        if not whole:
-            return apart, None
-        return apart, (sum(float((a - b).double().square().sum()) for a, b in pairs) / whole) ** 0.5
+        squares = (
+            self.squares
+            if self.base is base
+            else {
+                key: _squares(value, base.gradients[key])
+                for key, value in self.gradients.items()
+                if key in base.gradients
+            }
+        )
+        far, whole = (sum(pair[i] for pair in squares.values()) for i in range(2))
+        return apart, (far / whole) ** 0.5 if whole else None
+
+
+def _squares(value: Tensor, base: Tensor) -> tuple[float, float]:
+    """The squares of the distance of two tensors and of the second, summed up."""
+    far: Any = 0.0
+    whole: Any = 0.0
+    for a, b in split.parts(value, base) if type(value) is Tensor else [(value, base)]:
+        known = b.to(a.device)
+        far += torch.linalg.vector_norm(a - known, dtype=torch.float64) ** 2
+        whole += torch.linalg.vector_norm(known, dtype=torch.float64) ** 2
+    return float(far), float(whole)
 
 
 class Budget:
@@ -77,11 +114,13 @@ class Budget:
     def __init__(self, seconds: float, group: Group | None = None) -> None:
         self._seconds, self.group = seconds, group
         self._steps: dict[str, float] = {}
+        self.around = 0.0
+        """Seconds that preparing for a choice and putting everything back took last."""
         self.begin()
 
-    def begin(self) -> None:
-        """Count from now."""
-        self._until = time.perf_counter() + self._seconds
+    def begin(self, spent: float = 0.0) -> None:
+        """Count from now, or from so many seconds ago."""
+        self._until = time.perf_counter() + self._seconds - spent
 
     def left(self) -> float:
         """Seconds that are left; below 0 where too many were spent."""
@@ -91,10 +130,13 @@ class Budget:
         """Note what a step of a choice took."""
         self._steps[label] = seconds
 
+    def step(self, label: str) -> float:
+        """What a step of a choice last took; one never seen is taken to be as fast as the first seen."""
+        return self._steps.get(label, next(iter(self._steps.values()), 0.0))
+
     def affords(self, label: str, steps: int) -> bool:
-        """Whether so many steps of a choice fit; one never seen is taken to be as fast as the first seen."""
-        first = next(iter(self._steps.values()), 0.0)
-        return self.left() > float(self.of_first_rank(steps * self._steps.get(label, first)))
+        """Whether so many steps of a choice fit, with what is done before and after them."""
+        return self.left() > float(self.of_first_rank(self.around + steps * self.step(label)))
 
     def of_first_rank(self, value: Any) -> Any:
         """The first rank's value, on every rank; every rank must ask."""
@@ -116,8 +158,12 @@ class Bench:
     ) -> None:
         self.models = list(models)
         self._step, self._batch, self._make = step, tuple(batch), make
-        self._start = Snapshot(StepParticipants(step, [*models, *optimizers]))
         self._device = compute_device(p for m in models for p in m.parameters())
+        weights = _bytes(p for m in models for p in m.parameters())
+        self._needs = weights
+        """Bytes that a step takes beside the weights: gradients and states, once these are seen."""
+        self._home = torch.device("cpu") if _free(self._device) < ROOM * weights else self._device
+        self._start = Snapshot(StepParticipants(step, [*models, *optimizers]), home=self._home)
         self.budget = Budget(seconds, group)
         self._clock = clock_of(self._device)
         self._bases: dict[str, FirstStep] = {}
@@ -126,15 +172,19 @@ class Bench:
     @contextmanager
     def entered(self, choice: LevelChoice) -> Generator[Any]:
         """The models prepared for `choice`, from the state at the start; yields the session."""
+        began = time.perf_counter()
         self._start.restore()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", HalfstepWarning)
             session = self._make(choice)
+            entered = time.perf_counter() - began
             try:
                 yield session
             finally:
+                began = time.perf_counter()
                 session.revert()
                 self._start.restore()
+                self.budget.around = entered + time.perf_counter() - began
 
     def run(self, session: Any) -> Any:
         """One whole step of a prepared choice."""
@@ -143,48 +193,70 @@ class Bench:
     def first(self, choice: LevelChoice) -> Trial:
         """Take a few steps of a choice: is it possible, near fp32's numbers, and not hopelessly slow?
 
-        Three steps like those seen before must fit into what is left.
+        Two steps like those seen before must fit into the seconds that are left, its tensors into memory.
         """
-        if self._bases and not self.budget.affords(choice.label, 3):
-            return Trial(choice, failed=NO_TIME)
+        if self._bases:
+            if not self.budget.affords(choice.label, 2 + (choice.layout not in self._bases)):
+                return Trial(choice, failed=NO_TIME)
+            lacking = next(filter(None, gather(self._lacking(), self.budget.group)), None)
+            if lacking is not None:
+                return Trial(choice, failed=lacking)
         return together(gather(self._first(choice), self.budget.group))
 
+    def _lacking(self) -> str | None:
+        """Why the gradients, states and 16-bit copies of another choice do not fit; None where they do."""
+        needs, free = (
+            self._needs + _bytes(p for m in self.models for p in m.parameters()) // 2,
+            _free(self._device),
+        )
+        if needs <= free:
+            return None
+        return f"it needs {needs / 1e9:.3g} GB beside what is held, and {free / 1e9:.3g} GB are free"
+
     def _first(self, choice: LevelChoice) -> Trial:
-        begins = not self._bases
+        begins, plain = not self._bases, replace(self._plain, layout=choice.layout)
         try:
+            if not begins and choice != plain and choice.layout not in self._bases:
+                with self.entered(plain) as session:
+                    self._bases[choice.layout] = self._look(session)
             with self.entered(choice) as session:
                 began, probes = time.perf_counter(), measurements.probes
-                seen = self._look(session)
+                seen = self._look(session, None if begins else self._bases.get(choice.layout))
                 spent = time.perf_counter() - began
+                if begins:
+                    self.budget.begin()  # kernels that compile are not measuring
                 left = self.budget.left()
                 probed = measurements.probes > probes  # only a first step measures kernels
                 slow = not begins and (left <= 0 or (not probed and spent > max(1.0, left)))
                 if self.budget.of_first_rank(slow):
                     return Trial(choice, failed=NO_TIME)
-                # The least of two steps: the first ones may compile.
-                taken = min(self._timed(session, choice) for _ in range(2))
+                # The least of two steps where there is time: the first ones may compile.
+                steps = [self._timed(session, choice)]
+                if self.budget.affords(choice.label, PLENTY):
+                    steps.append(self._timed(session, choice))
+                taken = min(steps)
+                if begins:
+                    self._needs += sum(
+                        _bytes(s.values()) for o in session.optimizers for s in o.state.values()
+                    )
             if begins:
                 self._bases[choice.layout], self._plain = seen, choice
-                self.budget.begin()  # kernels that compile are not measuring
+                self.budget.begin(self.budget.around + (1 + len(steps)) * self.budget.step(choice.label))
             return Trial(choice, (taken,), *self._errors(choice, seen))
         except (HalfstepError, RuntimeError, TypeError, ValueError) as error:
             return Trial(choice, failed=" ".join(str(error).split())[:200])
 
     def _errors(self, choice: LevelChoice, seen: FirstStep) -> tuple[float | None, float | None]:
         """How far from the base in the same layout: another one draws another dropout mask."""
-        plain = replace(self._plain, layout=choice.layout)
-        if choice == plain and choice.layout not in self._bases:
-            self._bases[choice.layout] = seen
-            far = seen.distance(self._bases[self._plain.layout])
-            return (None, None) if all(e is None or math.isfinite(e) for e in far) else far
-        if choice.layout not in self._bases:
-            with self.entered(plain) as session:
-                self._bases[choice.layout] = self._look(session)
-        return seen.distance(self._bases[choice.layout])
+        if choice.layout in self._bases:
+            return seen.distance(self._bases[choice.layout])
+        self._bases[choice.layout] = seen
+        far = seen.distance(self._bases[self._plain.layout])
+        return (None, None) if all(e is None or math.isfinite(e) for e in far) else far
 
-    def _look(self, session: Any) -> FirstStep:
-        """Step until one is taken, and note what it computed."""
-        seen, result = FirstStep(), None
+    def _look(self, session: Any, base: FirstStep | None = None) -> FirstStep:
+        """Step until one is taken, and note what it computed, or how far from a base its gradients are."""
+        seen, result = FirstStep(base=base, home=self._home), None
         session.early_listeners.append(seen.listen)
         try:
             for _ in range(SKIPS):
@@ -238,6 +310,30 @@ def _worst(errors: Sequence[float | None]) -> float | None:
     """The largest, with NaN above all."""
     known = [e for e in errors if e is not None]
     return max(known, key=lambda e: float("inf") if e != e else e, default=None)
+
+
+#: Bytes that training with a copy of the weights and of the gradients may take for one of the weights. Where
+#: an accelerator has not so many, the copies are on the host.
+ROOM = 6
+
+
+def _bytes(tensors: Iterable[Any]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))
+
+
+def _free(device: torch.device) -> float:
+    """Bytes that a device can still give to tensors; inf where nobody says."""
+    if device.type != "cpu":
+        try:
+            free, _ = torch.accelerator.get_memory_info(device)
+            return (
+                free + torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(device)
+            )
+        except RuntimeError:  # a backend without it
+            return math.inf
+    info = Path("/proc/meminfo")
+    found = re.search(r"MemAvailable:\s+(\d+) kB", info.read_text()) if info.exists() else None
+    return int(found[1]) * 1024 if found else math.inf
 
 
 def clock_of(device: torch.device) -> Callable[[], float]:

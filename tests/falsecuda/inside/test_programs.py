@@ -37,7 +37,7 @@ SCHEDULES: dict[str, Callable[[Any], Any]] = {
     "lambda": lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda i: 1 / (1 + i)),
     "cosine": lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 4),
 }
-STEPS = 5
+STEPS = 4
 pytestmark = pytest.mark.filterwarnings("ignore:.*too coarse for a step")  # O3 with torch's AdamW
 
 
@@ -168,8 +168,7 @@ PROGRAMS = list(programs(200))
 
 
 NUMBERS = [
-    *range(8),
-    *(pytest.param(number, marks=pytest.mark.long) for number in range(8, 20)),
+    *range(20),
     *(pytest.param(number, marks=pytest.mark.exhaustive) for number in range(20, 200)),
 ]
 

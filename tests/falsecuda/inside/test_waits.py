@@ -167,3 +167,20 @@ def test_gradients_that_stay_carry_no_scale_and_nothing_is_read(level, spoiled):
             assert torch.equal(p.grad, one)
             p.grad = None
         net.zero_grad()
+
+
+def test_evaluating_waits_once_for_all_weights():
+    """To know which were set within; it used to read each one's answer."""
+    net = network()
+    optimizer = hs.optim.SGD(net.parameters(), lr=0.1)
+    amp = hs.prepare(net, optimizer, level="O2", dtype="bf16")
+    x = torch.randn(4, 16, device=CUDA)
+    before = hs.optim.fp32_state_dict(net, optimizer)
+    with falsecuda.counted_waits(events=True) as waits, amp.evaluating():
+        net(x)
+        net[0].bias.zero_()
+    assert len(waits.names) == 1
+    after = hs.optim.fp32_state_dict(net, optimizer)
+    changed = [name for name in before if not torch.equal(before[name], after[name])]
+    assert changed == ["0.bias"]
+    assert not after["0.bias"].any()
