@@ -73,6 +73,7 @@ CANNOT: dict[str, str] = {
         "on a GPU the step is called with the flag, as that of torch's fused optimizers is"
     ),
     "tests/gradients/test_stats.py::test_sparse_duplicates_count_summed_and_nothing_is_written": _SPARSE,
+    "tests/session/test_accumulate.py::test_sparse_gradients_add_up_in_fp32_too": _SPARSE,
     "tests/gradients/test_unscale.py::test_mixed_dtypes_sparse_and_none": _SPARSE,
     _SCALER + "test_sparse_gradients": _SPARSE,
     _SCALER + "test_sparse_duplicates_whose_sum_overflows_are_found": _SPARSE,
