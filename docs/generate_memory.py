@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
-from halfstep.cli.memory import in_units, made, of_parameters
+from halfstep.cli.memory import footprint_of_parameters, format_bytes, make_optimizer
 
 WAYS: Mapping[str, tuple[str, tuple[str, str | None, str | None]]] = {
     "fp32 or O1, torch's AdamW": ("O1", ("torch.AdamW", None, None)),
@@ -92,8 +92,11 @@ def table(billions: int) -> str:
         "|---" * (len(heads) + 1) + "|",
     ]
     for way, (level, asked) in WAYS.items():
-        counted = [of_parameters(billions * 10**9, level, partial(made, *asked), ranks) for ranks in RANKS]
-        cells = [in_units(size) for one in counted for size in (one.at_rest, one.prepare, one.step)]
+        counted = [
+            footprint_of_parameters(billions * 10**9, level, partial(make_optimizer, *asked), ranks)
+            for ranks in RANKS
+        ]
+        cells = [format_bytes(size) for one in counted for size in (one.at_rest, one.prepare, one.step)]
         lines.append(f"| {way} | {' | '.join(cells)} |")
     return "\n".join([*lines, ""])
 

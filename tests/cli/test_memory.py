@@ -10,7 +10,7 @@ from torch import nn
 
 import halfstep as hs
 from halfstep import cli
-from halfstep.cli.memory import made, of_parameters, of_script
+from halfstep.cli.memory import footprint_of_parameters, footprint_of_script, make_optimizer
 from halfstep.errors import ConfigError
 from halfstep.recipes.measure import storage_bytes
 from halfstep.session.memory import Footprint, footprint
@@ -77,7 +77,7 @@ def held_by(kind, level):
 
 def test_a_script_is_counted_as_it_trains(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
-    found = of_script(str(tmp_path / "train.py"), ["hs"], None, None, 1)
+    found = footprint_of_script(str(tmp_path / "train.py"), ["hs"], None, None, 1)
     assert isinstance(found, Footprint), found
     assert (found.at_rest, found.step) == pytest.approx(held_by("hs", "O2"), rel=0.01)
 
@@ -92,7 +92,9 @@ def test_the_command_counts_a_script_as_it_trains(tmp_path, capsys, kind, level)
 
 
 def count(level, optimizer="hs.AdamW", states=None, master=None, ranks=1):
-    found = of_parameters(10**8, level, lambda p: made(optimizer, states, master, p), ranks)
+    found = footprint_of_parameters(
+        10**8, level, lambda p: make_optimizer(optimizer, states, master, p), ranks
+    )
     return [round(size * ranks / found.parameters, 1) for size in (found.at_rest, found.step)]
 
 

@@ -104,7 +104,7 @@ def _scattered(run: Callable[..., Any], call: Call, x: Tensor, *args: Any, **kwa
     return call(x, *args, **kwargs) if is_right else run(call, x, *args, **kwargs)
 
 
-def _joined(call: Call, x: Tensor, dtype: torch.dtype | None = None, **kwargs: Any) -> Tensor:
+def _sum_repeats(call: Call, x: Tensor, dtype: torch.dtype | None = None, **kwargs: Any) -> Tensor:
     """Run coalesce or to_dense on an fp32 copy where a 16-bit sparse tensor holds an element twice."""
     x = x if dtype is None else x.to(dtype)
     adds = _is_low(x) and x.layout is torch.sparse_coo and not x.is_coalesced()
@@ -507,7 +507,7 @@ _SUMS: Mapping[str, Callable[..., Any]] = {
     "index": _index,
     "index_select": _index_select,
     "take": _take,
-    **dict.fromkeys(("coalesce", "to_dense"), _joined),
+    **dict.fromkeys(("coalesce", "to_dense"), _sum_repeats),
     **dict.fromkeys(("index_put", "put"), functools.partial(_accumulated, widened)),
     **dict.fromkeys(("index_put_", "put_"), functools.partial(_accumulated, _in_place)),
     **dict.fromkeys(("gather", "scatter_add", "scatter_reduce"), functools.partial(_scattered, widened)),

@@ -62,18 +62,20 @@ def run(
         raise ConfigError("expected a script, or --parameters and their number, such as --parameters 7e9")
     if parameters is not None and not 1e4 <= parameters < float("inf"):
         raise ConfigError(f"--parameters {parameters:g}: expected 10000 or more")
-    make, said = partial(made, optimizer or "hs.AdamW", states, master), ""
+    make, said = partial(make_optimizer, optimizer or "hs.AdamW", states, master), ""
     if parameters is not None:
-        found: Any = of_parameters(int(parameters), level or "O1", make, ranks)
+        found: Any = footprint_of_parameters(int(parameters), level or "O1", make, ranks)
     else:
         given = make if optimizer or states or master else None
-        found, said = run_in_process(partial(of_script, str(script), args, level, given, ranks), os.environ)
+        found, said = run_in_process(
+            partial(footprint_of_script, str(script), args, level, given, ranks), os.environ
+        )
     if not isinstance(found, Footprint):
         raise ConfigError(f"{script}: {found or (said.strip().splitlines() or ['no message'])[-1]}")
     if json:
         return print_json(vars(found))
     rows = [
-        [kind.replace("_", " "), in_units(size), f"{size * ranks / found.parameters:.2f}"]
+        [kind.replace("_", " "), format_bytes(size), f"{size * ranks / found.parameters:.2f}"]
         for kind, size in vars(found).items()
         if kind != "parameters"
     ]
@@ -83,7 +85,7 @@ def run(
     return None
 
 
-def in_units(size: int) -> str:
+def format_bytes(size: int) -> str:
     """Bytes as people write them: MB of 10^6, GB of 10^9."""
     value, unit = (size / 1e9, "GB") if size >= 1e9 else (size / 1e6, "MB")
     return f"{value:,.0f} {unit}" if value >= 100 else f"{value:.3g} {unit}"
@@ -92,8 +94,10 @@ def in_units(size: int) -> str:
 Make = Callable[[list[Any]], torch.optim.Optimizer]
 
 
-def made(name: str, states: str | None, master: str | None, params: list[Any]) -> torch.optim.Optimizer:
-    """The optimizer of a name such as hs.AdamW or torch.SGD; ConfigError where there is none."""
+def make_optimizer(
+    name: str, states: str | None, master: str | None, params: list[Any]
+) -> torch.optim.Optimizer:
+    """Make the optimizer of a name such as hs.AdamW or torch.SGD; ConfigError where there is none."""
     home, _, kind = name.rpartition(".")
     found = getattr({"hs": optim, "torch": torch.optim}.get(home), kind, None)
     if not isinstance(found, type) or not issubclass(found, torch.optim.Optimizer):
@@ -104,44 +108,44 @@ def made(name: str, states: str | None, master: str | None, params: list[Any]) -
     return found(params, lr=1e-3, **own, **({"momentum": 0.9} if kind == "SGD" else {}))  # type: ignore[call-arg]
 
 
-def of_parameters(count: int, level: str, make: Make, ranks: int = 1) -> Footprint:
-    """What training holds of so many parameters, in layers of one width."""
+def footprint_of_parameters(count: int, level: str, make: Make, ranks: int = 1) -> Footprint:
+    """Count what training holds of so many parameters, in layers of one width."""
     width = math.isqrt(count // LAYERS)
     heights = [*[width] * LAYERS, count // width - width * LAYERS]
     model = nn.Sequential(*(nn.Linear(width, n, bias=False, device="meta") for n in heights if n))
     return footprint([model], [make(list(model.parameters()))], level, ranks=ranks)
 
 
-def of_script(
+def footprint_of_script(
     script: str, args: Sequence[str], level: str | None, make: Make | None, ranks: int
 ) -> Footprint | str:
-    """What training holds of what a script builds, run in this process; or why that cannot be said."""
+    """Count what training holds of what a script builds, run in this process; or return why it cannot."""
     models, optimizers, said = list[nn.Module](), dict[int, torch.optim.Optimizer](), dict[str, Any]()
 
-    def added(add: Callable[..., None], optimizer: torch.optim.Optimizer, group: Any) -> None:
+    def note_optimizer(add: Callable[..., None], optimizer: torch.optim.Optimizer, group: Any) -> None:
         add(optimizer, group)
         optimizers[id(optimizer)] = optimizer
 
-    def called(call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+    def stop_at_call(call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         if not any(p.is_meta for p in module.parameters()):
             return call(module, *args, **kwargs)
         models.append(module)
         raise Enough
 
-    def prepared(_: Any, model: Any, optimizer: Any = None, level: Any = "O1", **given: Any) -> Any:
+    def stop_at_prepare(_: Any, model: Any, optimizer: Any = None, level: Any = "O1", **given: Any) -> Any:
         models.extend(as_models(model))
         optimizers.update({id(o): o for o in as_optimizers(optimizer)})
         said.update(given, level=level if given.get("enabled", True) else "O0")
         raise Enough
 
     with ExitStack() as stack:
-        replace(stack, nn.Module, "register_parameter", _registered)
-        replace(stack, nn.Module, "_apply", _applied)
-        replace(stack, nn.Module, "__call__", called)
-        replace(stack, torch.optim.Optimizer, "add_param_group", added)
+        replace(stack, nn.Module, "register_parameter", _register_without_values)
+        replace(stack, nn.Module, "_apply", _apply_dtype)
+        replace(stack, nn.Module, "__call__", stop_at_call)
+        replace(stack, torch.optim.Optimizer, "add_param_group", note_optimizer)
         own: Any = importlib.import_module("halfstep.session.prepare")
         for place in (own, halfstep.session, halfstep, loop):  # pyright: ignore[reportAttributeAccessIssue]
-            replace(stack, place, "prepare", prepared)
+            replace(stack, place, "prepare", stop_at_prepare)
         error = run_main(script, args)
     if error is not None:
         return f"{in_words(error, 0)}; its parameters have no values here, which it may need"
@@ -161,15 +165,15 @@ def of_script(
         return str(wrong)
 
 
-def _registered(register: Callable[..., None], module: nn.Module, name: str, given: Any) -> None:
-    """A parameter loses its values when a module gets it."""
+def _register_without_values(register: Callable[..., None], module: nn.Module, name: str, given: Any) -> None:
+    """Register a parameter without its values."""
     register(module, name, given)
     if type(given) is nn.Parameter and not given.is_meta:
         module._parameters[name] = nn.Parameter(given.to("meta"), given.requires_grad)
 
 
-def _applied(apply: Callable[..., Any], module: nn.Module, change: Any, *more: Any) -> Any:
-    """Of what a module is moved to only the dtype reaches parameters without values."""
+def _apply_dtype(apply: Callable[..., Any], module: nn.Module, change: Any, *more: Any) -> Any:
+    """Apply only the dtype of a change to parameters without values."""
 
     def cast(t: Tensor) -> Tensor:
         return t.to(change(torch.empty(0, dtype=t.dtype, device="cpu")).dtype) if t.is_meta else change(t)

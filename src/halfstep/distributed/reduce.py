@@ -87,7 +87,7 @@ def gather(value: Any, group: Group | None = None) -> list[Any]:
         return [value]
     everyone: list[Any] = [None] * world_size(group)
     dist.all_gather_object(everyone, value, group=group)
-    _let_go()
+    _yield_to_backend_thread()
     return everyone
 
 
@@ -100,11 +100,11 @@ def gather_on_first(value: Any, group: Group | None = None) -> list[Any]:
         return [value]
     everyone: list[Any] = [None] * world_size(group) if rank(group) == 0 else []
     dist.gather_object(value, everyone or None, group=group, group_dst=0)
-    _let_go()
+    _yield_to_backend_thread()
     return everyone
 
 
-def _let_go() -> None:
+def _yield_to_backend_thread() -> None:
     """Give gloo's thread the interpreter, which it needs to free the tensors of a finished collective.
 
     A script that ends within the five milliseconds it would wait otherwise (after `amp.save`, say, and though

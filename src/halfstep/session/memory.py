@@ -60,17 +60,17 @@ def footprint(
     count = sum(p.numel() for p in params)
     for p in params if ranks > 1 else ():
         p.data = p.data[: -(-len(p) // ranks)] if p.dim() else p.data
-    built, largest = _held(models), max((p.numel() * 4 for p in params), default=0)
+    built, largest = _bytes_of_models(models), max((p.numel() * 4 for p in params), default=0)
     dtype = None if level_of(level)[0].compute_role == "full" else dtype or "bf16"
     precision = lower(level, dtype, None, plan, torch.device("meta"))
     own = [o for o in optimizers if isinstance(o, OnePassOptimizer)]
     others = [o for o in optimizers if not isinstance(o, OnePassOptimizer)]
     theirs = [p for o in others for p in parameters_of(o) if p.requires_grad]
-    states = _states(others) if precision.masters else 0
+    states = _make_states(others) if precision.masters else 0
     if not (precision.masters and others and ranks > 1):  # else fp32 shards are the weights
         apply_precision(precision, models, own, [], {})
     low = [p for p in theirs if precision.masters and p.dtype in LOW_DTYPES]
-    late = states or _states(others)
+    late = states or _make_states(others)
     entries = [(k in storage.MASTER_KEYS, t) for o in own for e in o.state.values() for k, t in e.items()]
     masters = 4 * sum(p.numel() for p in low) + _bytes(t for is_master, t in entries if is_master)
     early = _bytes(t for is_master, t in entries if not is_master)
@@ -78,7 +78,7 @@ def footprint(
     for o in own:  # released ones are there one at a time
         sizes = [p.numel() * (p.grad_dtype or p.dtype).itemsize for p in parameters_of(o) if p.requires_grad]
         gradients += max(sizes, default=0) if o.release else sum(sizes)
-    prepared = (weights := _held(models)) + masters + early
+    prepared = (weights := _bytes_of_models(models)) + masters + early
     rest = prepared + late
     return Footprint(
         count, weights, masters, early + late, gradients, rest, max(built + largest, prepared),
@@ -86,7 +86,7 @@ def footprint(
     )  # fmt: skip
 
 
-def _held(models: Sequence[nn.Module]) -> int:
+def _bytes_of_models(models: Sequence[nn.Module]) -> int:
     return _bytes({id(t): t for m in models for t in (*m.parameters(), *m.buffers())}.values())
 
 
@@ -94,8 +94,8 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
     return sum(t.numel() * t.element_size() for t in tensors)
 
 
-def _states(optimizers: Sequence[torch.optim.Optimizer]) -> int:
-    """Bytes that torch's optimizers make in their first step, of their parameters as they are."""
+def _make_states(optimizers: Sequence[torch.optim.Optimizer]) -> int:
+    """Make the states of torch's optimizers for their parameters as they are; returns their bytes."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group.update({key: False for key in ("fused", "foreach", "capturable") if key in group})

@@ -252,7 +252,7 @@ class Session(Setup):
         begun = False
         try:
             with ExitStack() as stack:
-                self._enter(stack, indices, scale, more)
+                self._enter_backward(stack, indices, scale, more)
                 if mixed:
                     stack.enter_context(self._apart(mixed))
                 begun = True
@@ -262,12 +262,12 @@ class Session(Setup):
                 scale.scale(loss).backward(**kwargs)
         except BaseException as error:
             if begun:
-                self._drop(indices)
+                self._clear_gradients(indices)
                 error.add_note(BROKEN_OFF)
             raise
         self._nonfinite.backward(loss)
 
-    def _enter(self, stack: ExitStack, indices: Sequence[int], scale: LossScale, more: bool) -> None:
+    def _enter_backward(self, stack: ExitStack, indices: Sequence[int], scale: LossScale, more: bool) -> None:
         """Set gradients of other optimizers aside for a backward pass, and say how it releases its own."""
         if len(indices) < len(self.optimizers):
             weights = [set(weights_of(o)) for o in self.optimizers]
@@ -278,7 +278,7 @@ class Session(Setup):
                 inv_scale = scale.inverse(self.device) if self.skip_nonfinite else None
                 stack.enter_context(stepper.during_backward(index in indices, more, inv_scale))
 
-    def _drop(self, indices: Sequence[int]) -> None:
+    def _clear_gradients(self, indices: Sequence[int]) -> None:
         """Clear gradients that a part of a backward pass was added to: nobody can tell which."""
         for index in indices:
             self._steppers[index].clear()
