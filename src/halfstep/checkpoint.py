@@ -25,7 +25,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -37,6 +37,8 @@ from halfstep.distributed.reduce import Group
 from halfstep.errors import CheckpointError, show, warn
 from halfstep.shardfiles import Piece
 from halfstep.trees import tensors_in
+
+T = TypeVar("T")
 
 FOLDER_FORMAT = 3
 """The version of the layout of a folder that is written and read."""
@@ -286,14 +288,27 @@ def read_manifest(path: Path, group: Group | None = None) -> tuple[Path, dict[st
     """
     if not path.exists() and (_replaced(path) / MANIFEST).is_file():
         path = _replaced(path)  # killed between two renames
-    manifest, wrong = dict[str, Any](), None
+    return path, on_every_rank(lambda: manifest_of(path, rank(group), world_size(group)), group)
+
+
+def on_every_rank(make: Callable[[], T], group: Group | None, said: str = "{text}") -> T:
+    """What `make` gives on this rank of the group, whose ranks all call.
+
+    Where it raises, other ranks raise a CheckpointError: `said`, with the `rank` it was and the `text`.
+    """
+    made, raised = list[T](), None
     try:
-        manifest = manifest_of(path, rank(group), world_size(group))
-    except CheckpointError as error:
-        wrong = str(error), error.damaged
-    for told, damaged in filter(None, gather(wrong, group)):
-        raise CheckpointError(told, damaged=damaged)
-    return path, manifest
+        made.append(make())
+    except Exception as error:
+        raised = error
+    wrong = None if raised is None else (str(raised), getattr(raised, "damaged", False))
+    told = gather(wrong, group)
+    if raised is not None:
+        raise raised
+    for number, one in enumerate(told):
+        if one is not None:
+            raise CheckpointError(said.format(rank=number, text=one[0]), damaged=one[1])
+    return made[0]
 
 
 def manifest_of(folder: Path, number: int = 0, ranks: int = 1) -> dict[str, Any]:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from halfstep.optim.base import OnePassOptimizer
 
 Group = dict[str, Any]
+Restored = tuple[Group, Tensor | None]
 OWN_OPTIONS = ("params", "param_names", "master", "state_dtype", "release", "algorithm")
 """What a group keeps of its own when a checkpoint is loaded."""
 MASTERS = "masters"
@@ -79,34 +80,36 @@ def restore(
     p: Tensor,
     formats: tuple[Algorithm, int, int],
     present: Callable[[], Tensor] | None = None,
-) -> tuple[dict[str, Any], Tensor | None]:
+    dry: bool = False,
+) -> Restored:
     """The state entry of `p` from a saved one of any format, and what `p` then is where a master says so.
 
     `formats`: algorithm, format of the weight and of its states; `present` gives the fp32 value of `p`, where
-    the optimizer that loads keeps more of it than its 16 bits.
+    the optimizer that loads keeps more of it than its 16 bits. `dry`: check it all, and make tensors on meta.
     """
     algorithm, kind, state_kind = formats
     saved = _unpack(saved, name)
     _check_entry(name, saved, p, algorithm)
     keys = ("step", *algorithm.states, *(key + EXPONENTS for key in algorithm.states))
     there = {key: saved[key] for key in keys if saved.get(key) is not None}
-    state: Group = {
-        key: value.clone() if isinstance(value, Tensor) else torch.tensor(value, device="cpu")
-        for key, value in there.items()
-    }
+    like, state = torch.empty_like(p, device="meta") if dry else p, dict[str, Any]()
+    for key, value in there.items():
+        held = value if isinstance(value, Tensor) else torch.tensor(value, device="cpu")
+        state[key] = held.to("meta") if dry and held.dim() else held.clone()
     trains, lacking, value = p.requires_grad or bool(state), saved.get("lacking"), None
     if not has_master(saved):
         value = None if present is None else local_of(present())
     elif kind not in _EXACTLY and "master" not in saved and _dtype_of(saved, p) != p.dtype:
         pass  # there is no place for them, and the weight is the model's
     elif kind in storage.EXACT and lacking is not None and _dtype_of(saved, p) == p.dtype:
-        state["lacking"] = torch.empty_like(p, dtype=torch.int16).copy_(lacking)
+        state["lacking"] = torch.empty_like(like, dtype=torch.int16).copy_(lacking)
         state["weight"] = saved.get("weight") or split.describe_weight(p, whole=False)  # may come after them
     else:
         value = master_value(name, saved, p, present, alone=kind in (L.PLAIN, *storage.EXACT))
+    value = None if dry else value
     weight = None if value is None else p.detach().clone()
     try:
-        own = p if weight is None else weight
+        own = like if weight is None else weight
         if trains:
             entries.settle(state, own, algorithm, kind, state_kind, name, value)
         else:
@@ -162,22 +165,21 @@ def master_value(
     """
     if not has_master(saved):
         return None
-    values, here = [*([] if present is None else [local_of(present())]), p], p.dtype  # the exact one first
+    values = (local_of(make()) for make in (present, p.detach) if make is not None)  # the exact one first
     if "master" in saved:
-        dtype, value = torch.float32, cast(Tensor, saved["master"]).to(p.device)
-        fitting = [own for own in values if not alone or _of_one_weight(own, value)]
+        value = cast(Tensor, saved["master"]).to(p.device)
+        if not alone or any(_of_one_weight(own, value) for own in values):
+            return value
     else:
         dtype, known = _dtype_of(saved, p), saved.get("weight")
-        halves = [own.detach().to(dtype) for own in values]
-        fitting = [half for half in halves if known is None or split.is_described(half, known, here)]
-        value = torch.empty_like(p, dtype=torch.int16).copy_(saved["lacking"])
-    if not fitting:
-        raise CheckpointError(
-            f"the saved state of {name} holds an fp32 master, and the weight it belongs to is not in the "
-            "model: load the model's weights before the optimizer's, both after prepare() where it was saved "
-            "with other 16 bits"
-        )
-    return value if "master" in saved else split.join(fitting[0], value)
+        for half in (own.detach().to(dtype) for own in values):
+            if known is None or split.is_described(half, known, p.dtype):
+                return split.join(half, torch.empty_like(p, dtype=torch.int16).copy_(saved["lacking"]))
+    raise CheckpointError(
+        f"the saved state of {name} holds an fp32 master, and the weight it belongs to is not in the "
+        "model: load the model's weights before the optimizer's, both after prepare() where it was saved "
+        "with other 16 bits"
+    )
 
 
 def into_entries(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -208,7 +210,11 @@ def into_entries(state: Mapping[str, Any]) -> dict[str, Any]:
 @torch.no_grad()
 def _of_one_weight(own: Tensor, value: Tensor) -> bool:
     """Whether a weight (fp32 or 16-bit) and an fp32 master can be of one 16-bit weight, in every element."""
-    own, value = own.detach().float(), value.detach().to(own.device, torch.float32)
+    return all(_alike(*part) for part in split.parts(own, value.to(own.device)))
+
+
+def _alike(own: Tensor, value: Tensor) -> bool:
+    own, value = own.float(), value.float()
     half = value.half()
     same = (own == value) | (own.isnan() & value.isnan())
     same |= (own == half.float()) | (own == half.bfloat16().float()) | (own.half() == half)
@@ -221,32 +227,28 @@ def _of_one_weight(own: Tensor, value: Tensor) -> bool:
 # ---- reading a file ----------------------------------------------------------------------------------------
 
 
-Restored = tuple[Group, Tensor | None]
-
-
 def read(
-    optimizer: OnePassOptimizer, state_dict: Mapping[str, Any], dry: bool = False
-) -> tuple[list[Group], dict[Tensor, Callable[[], Restored]]]:
+    optimizer: OnePassOptimizer, state_dict: Mapping[str, Any], local: bool = False
+) -> tuple[list[Group], dict[Tensor, partial[Restored]]]:
     """What the optimizer shall hold after it loads `state_dict`; CheckpointError where that does not fit.
 
     The options of each group, and for each parameter what makes this rank's state and, where a master says
-    so, its part of the weight: each was made once, and dropped. A `dry` reading checks a state without
-    masters, of this rank's tensors or ones on meta.
+    so, its part of the weight. `local`: a state without masters, of this rank's tensors or ones on meta.
     """
     saved_groups = state_dict["param_groups"]
     sources = match_groups(optimizer.param_groups, saved_groups)
     stays = {*OWN_OPTIONS, *optimizer._fixed_options}
     groups = [_options(group, saved, stays) for group, saved in zip(optimizer.param_groups, saved_groups)]
-    found: dict[Tensor, Callable[[], Restored]] = {}
+    found: dict[Tensor, partial[Restored]] = {}
     for p, _, place in optimizer._places():
         saved, group = state_dict["state"].get(sources[place]), groups[place[0]]
         keeps = any(key in optimizer.state.get(p, {}) for key in storage.MASTER_KEYS)
         if saved is None and (p.requires_grad or not keeps):  # a frozen one has no state but its master
             continue
-        present = partial(optimizer.master_of, p) if keeps and not dry else None
-        formats = optimizer._formats(local_of(p), group)
-        found[p] = partial(_restored, p, arguments.name_of(group, place), saved or {}, formats, present, dry)
-        found[p]()
+        present = partial(optimizer.master_of, p) if keeps and not local else None
+        name, formats = arguments.name_of(group, place), optimizer._formats(local_of(p), group)
+        found[p] = partial(_restored, p, name, saved or {}, formats, present, local)
+        found[p](dry=True)
     return [{k: v for k, v in group.items() if k != "params"} for group in groups], found
 
 
@@ -256,13 +258,11 @@ def _restored(
     saved: Mapping[str, Any],
     formats: tuple[Algorithm, int, int],
     present: Callable[[], Tensor] | None,
-    dry: bool,
+    local: bool,
+    dry: bool = False,
 ) -> Restored:
-    if dry:
-        own = {k: v.to("meta") if isinstance(v, Tensor) and v.dim() else v for k, v in saved.items()}
-        return restore(name, own, torch.empty_like(local_of(p), device="meta"), formats, present)
-    own = {key: shards.cut(key, value, p) for key, value in saved.items()}
-    return restore(name, own, local_of(p), formats, present)
+    own = saved if local else {key: shards.cut(key, value, p) for key, value in saved.items()}
+    return restore(name, own, local_of(p), formats, present, dry)
 
 
 def _options(group: Group, saved: Mapping[str, Any], stays: Collection[str]) -> Group:

@@ -127,18 +127,7 @@ class _Content(NamedTuple):
 
 def _load(self: Session, manifest: Mapping[str, Any], found: Found, schedulers: Sequence[Any]) -> Loaded:
     """Check everything, then what can be undone, then fill the tensors that are there from the files."""
-    content, error = None, None
-    try:
-        with _damage_named():
-            content = _read(self, manifest, found, schedulers)
-    except HalfstepError as raised:
-        error = raised
-    told = gather(None if error is None else (str(error), getattr(error, "damaged", False)), self.group)
-    if error is not None:
-        raise error
-    for text, damaged in filter(None, told):
-        raise CheckpointError(text, damaged=damaged)
-    assert content is not None
+    content = checkpoint.on_every_rank(partial(_read, self, manifest, found, schedulers), self.group)
     with _undone_on_error(self, schedulers):
         self.load_state_dict(content.rest["session"])
         for optimizer, state in zip(self.optimizers, content.optimizers):
@@ -148,7 +137,7 @@ def _load(self: Session, manifest: Mapping[str, Any], found: Found, schedulers: 
                 group.update(options)
         for scheduler, state in zip(schedulers, content.rest["schedulers"]):
             scheduler.load_state_dict(state)
-    wrong = None
+    error, wrong = None, None
     try:
         for optimizer, state in zip(self.optimizers, content.optimizers):
             _fill(optimizer, state, found)
@@ -256,6 +245,7 @@ def _undone_on_error(session: Session, schedulers: Sequence[Any]) -> Generator[N
         raise CheckpointError(f"the checkpoint does not fit, nothing was changed: {error}") from error
 
 
+@_damage_named()
 def _read(session: Session, manifest: Mapping[str, Any], found: Found, schedulers: Sequence[Any]) -> _Content:
     """Read and check all that a checkpoint holds, but for the weights' values, and change nothing."""
     tensors, used = [*tensors_of(session)], set[str]()
@@ -440,7 +430,7 @@ def _read_optimizer(
     if not own or not waits:
         return _State(whole, late, None)
     try:
-        return _State(whole, late, read_state(optimizer, whole, dry=True)[0])
+        return _State(whole, late, read_state(optimizer, whole, local=True)[0])
     except ConfigError as error:
         raise CheckpointError(f"the checkpoint does not fit, nothing was changed: {error}") from error
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from halfstep import checkpoint, rng, shardfiles
 from halfstep.devices import refuse_reading
-from halfstep.distributed import gather, local_of, rank, world_size
+from halfstep.distributed import local_of, rank, world_size
 from halfstep.distributed.reduce import Group
 from halfstep.errors import CheckpointError, UnsupportedError
 from halfstep.names import fqns
@@ -158,30 +158,14 @@ def save(
     """
     checkpoint.check_keep(Path(path), keep_last)
     write = _writer_of(path, storage, keep_last)
-    contents = _on_every_rank(lambda: _contents(self, schedulers, position, extra), self.group)
+    make = partial(_contents, self, schedulers, position, extra)
+    contents = checkpoint.on_every_rank(make, self.group, "rank {rank} cannot save: {text}")
     if background:
         self.writer = self.writer or checkpoint.Background()
         self.writer.start(write, contents, self.group)
     else:
         write(contents=contents, group=self.group)
     return Path(path) if storage is None else path
-
-
-def _on_every_rank(make: Callable[[], checkpoint.Contents], group: Group | None) -> checkpoint.Contents:
-    """What `make` gives; where it raises on a rank the others raise a CheckpointError that names it."""
-    made, raised = None, None
-    try:
-        made = make()
-    except Exception as error:
-        raised = error
-    told = gather(None if raised is None else str(raised), group)
-    if raised is not None:
-        raise raised
-    for number, text in enumerate(told):
-        if text is not None:
-            raise CheckpointError(f"rank {number} cannot save: {text}")
-    assert made is not None
-    return made
 
 
 def _contents(session: Session, schedulers: Sequence[Any], position: Any, extra: Any) -> checkpoint.Contents:

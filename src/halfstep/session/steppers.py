@@ -318,9 +318,9 @@ class TorchStepper(Stepper):
             return Update(True, found_inf)
         if found_inf:
             return Update(False, True)
-        change(
-            [p.grad for p in parameters_of(self.optimizer) if type(p) is not Master and p.grad is not None]
-        )
+        wide = [p.grad for p in parameters_of(self.optimizer) if type(p) is not Master and p.grad is not None]
+        if wide:
+            change(wide)
         with masters.link.in_parts(change):
             self.optimizer.step()
         return Update(True, False)
