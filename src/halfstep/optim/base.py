@@ -543,8 +543,14 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
         groups, held = checkpoints.read(self, state_dict)
         for group, options in zip(self.param_groups, groups):
             group.update(options)
-        self.state.clear()
-        for p, (own, weight) in held.items():
+        for p in self.state.keys() - held.keys():
+            del self.state[p]
+        for p, restored in held.items():
+            known = self.state.pop(p, {})
+            self.state[p] = {key: known[key] for key in storage.MASTER_KEYS if key in known}
+            del known  # its memory goes before another takes its place
+            own, weight = restored()
+            del self.state[p]
             if weight is not None:
                 local_of(p).copy_(weight)
             shards.show(own, self.state.setdefault(p, {}), p)

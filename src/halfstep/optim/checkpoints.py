@@ -221,34 +221,48 @@ def _of_one_weight(own: Tensor, value: Tensor) -> bool:
 # ---- reading a file ----------------------------------------------------------------------------------------
 
 
+Restored = tuple[Group, Tensor | None]
+
+
 def read(
     optimizer: OnePassOptimizer, state_dict: Mapping[str, Any], dry: bool = False
-) -> tuple[list[Group], dict[Tensor, tuple[Group, Tensor | None]]]:
+) -> tuple[list[Group], dict[Tensor, Callable[[], Restored]]]:
     """What the optimizer shall hold after it loads `state_dict`; CheckpointError where that does not fit.
 
-    The options of each group, and for each parameter this rank's state and, where a master says so, its part
-    of the weight. A `dry` reading checks a state without masters, of this rank's tensors or ones on meta.
+    The options of each group, and for each parameter what makes this rank's state and, where a master says
+    so, its part of the weight: each was made once, and dropped. A `dry` reading checks a state without
+    masters, of this rank's tensors or ones on meta.
     """
     saved_groups = state_dict["param_groups"]
     sources = match_groups(optimizer.param_groups, saved_groups)
     stays = {*OWN_OPTIONS, *optimizer._fixed_options}
     groups = [_options(group, saved, stays) for group, saved in zip(optimizer.param_groups, saved_groups)]
-    found: dict[Tensor, tuple[Group, Tensor | None]] = {}
+    found: dict[Tensor, Callable[[], Restored]] = {}
     for p, _, place in optimizer._places():
         saved, group = state_dict["state"].get(sources[place]), groups[place[0]]
         keeps = any(key in optimizer.state.get(p, {}) for key in storage.MASTER_KEYS)
         if saved is None and (p.requires_grad or not keeps):  # a frozen one has no state but its master
             continue
-        weight, given = local_of(p), saved or {}
-        if dry:
-            own = {k: v.to("meta") if isinstance(v, Tensor) and v.dim() else v for k, v in given.items()}
-        else:
-            own = {key: shards.cut(key, value, p) for key, value in given.items()}
         present = partial(optimizer.master_of, p) if keeps and not dry else None
-        name, formats = arguments.name_of(group, place), optimizer._formats(weight, group)
-        like = torch.empty_like(weight, device="meta") if dry else weight
-        found[p] = restore(name, own, like, formats, present)
+        formats = optimizer._formats(local_of(p), group)
+        found[p] = partial(_restored, p, arguments.name_of(group, place), saved or {}, formats, present, dry)
+        found[p]()
     return [{k: v for k, v in group.items() if k != "params"} for group in groups], found
+
+
+def _restored(
+    p: Tensor,
+    name: str,
+    saved: Mapping[str, Any],
+    formats: tuple[Algorithm, int, int],
+    present: Callable[[], Tensor] | None,
+    dry: bool,
+) -> Restored:
+    if dry:
+        own = {k: v.to("meta") if isinstance(v, Tensor) and v.dim() else v for k, v in saved.items()}
+        return restore(name, own, torch.empty_like(local_of(p), device="meta"), formats, present)
+    own = {key: shards.cut(key, value, p) for key, value in saved.items()}
+    return restore(name, own, local_of(p), formats, present)
 
 
 def _options(group: Group, saved: Mapping[str, Any], stays: Collection[str]) -> Group:

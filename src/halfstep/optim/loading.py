@@ -142,10 +142,12 @@ def find_zero_moments(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Tensor
         entry = optimizer.state.get(p) or {}  # ZeroRedundancyOptimizer puts None for those of other ranks
         mean, square = entry.get("exp_avg"), entry.get("exp_avg_sq")
         if isinstance(mean, Tensor) and isinstance(square, Tensor) and mean.shape == square.shape:
-            moves = local_of(mean) != 0
-            lost, count = int((moves & (local_of(square) == 0)).sum()), int(moves.sum())
-            if 2 * lost > count:
-                yield p, f"{lost} of {count} second moments are zero where first moments are not"
+            mean, square = local_of(mean), local_of(square)
+            count, zeros = mean.count_nonzero(), square.numel() - square.count_nonzero()
+            if 2 * zeros > count:
+                lost = (square == 0).logical_and_(mean).count_nonzero()
+                if 2 * lost > count:
+                    yield p, f"{lost} of {count} second moments are zero where first moments are not"
 
 
 def warn_of_zero_moments(optimizers: Iterable[torch.optim.Optimizer]) -> None:

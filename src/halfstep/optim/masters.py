@@ -305,7 +305,10 @@ def fp32_state_dict(
     optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
     if any(not isinstance(o, torch.optim.Optimizer) for o in optimizers):
         raise ConfigError("fp32_state_dict takes a model and its optimizer, or several of them")
-    masters = {w: value for holder in holders_of(optimizers) for w, value in holder.masters().items()}
+    masters, new = dict[Tensor, Tensor](), set[Tensor]()
+    for holder in holders_of(optimizers):
+        masters |= (values := holder.masters())
+        new |= set() if isinstance(holder, Link) else values.keys()
     named = dict(model.named_parameters(remove_duplicate=False))
     out: dict[str, Tensor] = {}
     for key, value in model.state_dict().items():
@@ -313,7 +316,8 @@ def fp32_state_dict(
             continue
         p = named.get(key)
         if p is not None and p in masters:
-            out[key] = masters[p].clone()
+            out[key] = masters[p] if p in new else masters[p].clone()
+            new.discard(p)  # a tied one is in the model under another key too
         elif value.dtype in LOW_DTYPES:
             out[key] = value.detach().to(torch.float32)
         else:

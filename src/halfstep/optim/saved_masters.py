@@ -6,7 +6,8 @@ never changed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -35,7 +36,7 @@ class SavedMasters:
 
     def __init__(self, link: Link | None = None) -> None:
         self._link = link
-        self._found: list[tuple[Tensor, Tensor]] = []
+        self._found: list[tuple[Tensor, Callable[[], Tensor | None]]] = []
 
     def attach(self, optimizer: torch.optim.Optimizer) -> list[RemovableHandle]:
         """Register the hooks; none on a wrapper that is no whole torch optimizer."""
@@ -50,7 +51,8 @@ class SavedMasters:
         """Take out masters and 8-bit codes; CheckpointError, with nothing changed, where they do not fit."""
         self._found = []
         if self._link is not None:
-            self._found = self._link.saved_pairs(state.get(checkpoints.MASTERS))
+            pairs = self._link.saved_pairs(state.get(checkpoints.MASTERS))
+            self._found = [(master, partial(Tensor.detach, value)) for master, value in pairs]
             state = {key: value for key, value in state.items() if key != checkpoints.MASTERS}
         groups = state["param_groups"]
         if [len(g["params"]) for g in groups] != [len(g["params"]) for g in optimizer.param_groups]:
@@ -63,8 +65,8 @@ class SavedMasters:
             self._link.sync()
         for place, (number, p) in enumerate(mine):
             entry = kept[number]
-            value = _value(f"parameter {place}", entry, p)
-            if value is not None:
+            value = partial(_value, f"parameter {place}", entry, p)
+            if value() is not None:  # it is made again when it is set: they are never all there
                 self._found.append((p, value))
             kept[number] = _plain(entry, p)
         return {**spread, "state": {number: _counted(entry) for number, entry in kept.items()}}
@@ -74,7 +76,7 @@ class SavedMasters:
         """Set the parameters to the masters that `before` found."""
         found, self._found = self._found, []
         for p, value in found:
-            p.copy_(value)
+            p.copy_(cast(Tensor, value()))
             if isinstance(p, Master):
                 p.write()
         warn_of_zero_moments([optimizer])

@@ -26,7 +26,6 @@ from halfstep.optim import storage
 from halfstep.optim.base import OnePassOptimizer
 from halfstep.optim.checkpoints import read as read_state
 from halfstep.optim.loading import warn_of_zero_moments
-from halfstep.optim.masters import holders_of
 from halfstep.optim.saved_masters import SavedMasters
 from halfstep.optim.shards import as_shard
 from halfstep.optim.shards import cut as cut_state
@@ -524,11 +523,8 @@ def _groups_of(names: Sequence[str], sizes: Sequence[int]) -> list[frozenset[str
 @torch.no_grad()
 def _load_weights(session: Session, found: Found, tensors: list[Named]) -> None:
     names, known, keeper = names_in(tensors), set[int](), OwnMasters(session.optimizers)
-    links = [holder for holder in holders_of(session.optimizers) if not isinstance(holder, OnePassOptimizer)]
-    for holder in links:
-        known |= {id(p) for p in holder.masters()}
     weights = dict.fromkeys(p for optimizer in session.optimizers for p in weights_of(optimizer))
-    weights = [p for p in weights if id(p) in names and (keeper.knows(p) or id(p) in known)]
+    weights = [p for p in weights if id(p) in names and keeper.knows(p)]
     room = torch.empty(max((local_of(p).numel() for p in weights), default=0), device="cpu")  # used again
     for p in weights:
         known.add(id(p))
@@ -536,8 +532,6 @@ def _load_weights(session: Session, found: Found, tensors: list[Named]) -> None:
         value = room[: math.prod(box[1])].view(box[1])
         found.fill(names[id(p)], *box, value)
         keeper.take(p, value)
-        for holder in links:
-            holder.seed_masters({p: value})
     for name, value, p in tensors:
         if id(p) not in known:
             _Saved(name, box_of(value, found.wholes[name]), value).fill(found, local_of(value))

@@ -26,16 +26,21 @@ from halfstep.gradients.stats import (
 )
 from halfstep.gradients.unscale import unscale_
 from halfstep.optim.loading import HasMasters
-from halfstep.optim.masters import Master, MasterWeights
+from halfstep.optim.masters import Master, MasterWeights, weight_of
 from halfstep.policy.levels import LOW_DTYPES
 from halfstep.scaling.grad_scaler import attributes_kept
-from halfstep.torch_private import foreach_mul_, takes_scale_and_flag
+from halfstep.torch_private import foreach_mul_, step_hooks, takes_scale_and_flag
 from halfstep.trees import gradients_of, home_device, move_to, needs_closure, parameters_of, scalar_on
 
 
 def weights_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """The model's weights that an optimizer updates, in order; not the masters in its groups."""
-    return [p._source if type(p) is Master else p for p in parameters_of(optimizer)]
+    return [weight_of(p) for p in parameters_of(optimizer)]
+
+
+def goes_by_groups(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step is torch's own, which takes one group after the other, each parameter by itself."""
+    return type(optimizer).step.__module__.startswith("torch.optim.")
 
 
 class Update(NamedTuple):
@@ -240,11 +245,12 @@ class TorchStepper(Stepper):
                 f"{type(self.optimizer).__name__} needs a closure, to compute the loss several times a step, "
                 "which a session's step does not run: use bf16 at O1 and call its own step(closure)"
             )
-        if self._masters is not None:
+        if self._masters is not None and not self._can_part(self._masters):
             self._masters.link.widen()
         if self.norm_group is not None:
             return self._of_all_stages(inv_scale)
-        return on_host_if_cpu(measure_whole(self.gradients(), inv_scale, needs_amax=needs_amax))
+        grads = [w.grad for w in weights_of(self.optimizer) if w.grad is not None]
+        return on_host_if_cpu(measure_whole(grads, inv_scale, needs_amax=needs_amax))
 
     def update(
         self,
@@ -255,6 +261,8 @@ class TorchStepper(Stepper):
         clears: bool = True,
     ) -> Update:
         """Unscale and clip in place, then the optimizer's own step; both within it where it takes a flag."""
+        if clears and self._masters is not None and self._can_part(self._masters):
+            return self._update_in_parts(self._masters, inv_scale, measured.norm, clip_norm, found_inf)
         if isinstance(found_inf, Tensor) and self._skips_on_device():
             if not clears and inv_scale is not None:  # those that stay carry no scale, skipped or not
                 unscale_(self.gradients(), inv_scale)
@@ -265,9 +273,57 @@ class TorchStepper(Stepper):
             return Update(False, True)
         if inv_scale is not None:
             unscale_(self.gradients(), inv_scale)
-        norm = None if clip_norm is None else self._clip(measured.norm, clip_norm)
+        norm = None if clip_norm is None else self._clip(measured.norm, clip_norm, self.gradients())
         self.optimizer.step()
         return Update(True, False, norm)
+
+    def _can_part(self, masters: MasterWeights) -> bool:
+        """Whether fp32 copies of the gradients need not all be there at once, and would be many.
+
+        So it is where the step is torch's own and all gradients are dense and of whole parameters.
+        """
+        o = self.optimizer
+        hooks = (hook for held in step_hooks(o) for hook in held.values())
+        plain = all(
+            (g := w.grad) is None or (local_of(g) is g and not g.is_sparse and g.dtype.itemsize <= 4)
+            for w in weights_of(o)
+        )
+        return (
+            plain
+            and self.norm_group is None
+            and masters.link.is_large()
+            and goes_by_groups(o)
+            and all(hook.__module__.startswith("halfstep.") for hook in hooks)
+        )
+
+    def _update_in_parts(
+        self,
+        masters: MasterWeights,
+        inv_scale: Tensor | None,
+        norm: float | Tensor,
+        clip_norm: float | None,
+        found_inf: bool | Tensor,
+    ) -> Update:
+        """`update` of gradients that are widened, unscaled and clipped a bounded number at a time."""
+
+        def change(grads: list[Tensor]) -> None:
+            if inv_scale is not None:
+                unscale_(grads, inv_scale)
+            if clip_norm is not None:
+                self._clip(norm, clip_norm, grads)
+
+        if isinstance(found_inf, Tensor) and self._skips_on_device():
+            with masters.link.in_parts(lambda grads: None):
+                self._flagged_step(inv_scale, norm, clip_norm, found_inf)
+            return Update(True, found_inf)
+        if found_inf:
+            return Update(False, True)
+        change(
+            [p.grad for p in parameters_of(self.optimizer) if type(p) is not Master and p.grad is not None]
+        )
+        with masters.link.in_parts(change):
+            self.optimizer.step()
+        return Update(True, False)
 
     def _skips_on_device(self) -> bool:
         """Whether a flag on the device can skip the step: torch's fused optimizers, of whole parameters.
@@ -281,7 +337,8 @@ class TorchStepper(Stepper):
             for p in group["params"]:
                 # The first step of torch's fused SGD leaves momentum unwritten where it is skipped.
                 begins = group.get("momentum") and state.get(p, {}).get("momentum_buffer") is None
-                if p.grad is not None and (begins or p.grad.is_cpu or local_of(p.grad) is not p.grad):
+                grad = weight_of(p).grad
+                if grad is not None and (begins or grad.is_cpu or local_of(grad) is not grad):
                     return False
         return all(group.get("fused") for group in self.optimizer.param_groups)
 
@@ -300,9 +357,8 @@ class TorchStepper(Stepper):
             vars(self.optimizer).update(values)
             self.optimizer.step()
 
-    def _clip(self, norm: float | Tensor, clip_norm: float) -> Tensor | None:
-        """Clip to a norm of `clip_norm`; returns their norm where it is not the one measured."""
-        gradients = self.gradients()
+    def _clip(self, norm: float | Tensor, clip_norm: float, gradients: list[Tensor]) -> Tensor | None:
+        """Clip gradients to a norm of `clip_norm`; returns their norm where it is not the one measured."""
         placed = any(local_of(g) is not g for g in gradients)
         sparse = any(g.is_sparse for g in gradients)
         whole = not placed and not sparse and self.norm_group is None

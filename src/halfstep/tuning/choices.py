@@ -28,6 +28,9 @@ ULPS = 128
 #: Why a choice was not measured where the seconds were spent before.
 NO_TIME = "no time was left to measure it"
 
+#: What a choice that did not fit into memory failed by.
+TOO_LARGE = ("GB beside what is held", "out of memory", "allocate memory")
+
 #: The loss: distance to fp32's over fp32's, in the same units.
 LOSS_ULPS = 4
 
@@ -75,6 +78,11 @@ class Trial:
         """The lower quartile of a step's seconds, since what else runs here only adds; inf where none was
         timed."""
         return sorted(self.seconds)[(len(self.seconds) - 1) // 4] if self.seconds else float("inf")
+
+    @property
+    def too_large(self) -> bool:
+        """Whether it failed for want of memory, in the words of torch's allocators or of the count before."""
+        return self.failed is not None and any(words in self.failed for words in TOO_LARGE)
 
     @property
     def usable(self) -> bool:

@@ -195,20 +195,17 @@ class Bench:
 
         Two steps like those seen before must fit into the seconds that are left, its tensors into memory.
         """
-        if self._bases:
-            if not self.budget.affords(choice.label, 2 + (choice.layout not in self._bases)):
-                return Trial(choice, failed=NO_TIME)
-            lacking = next(filter(None, gather(self._lacking(), self.budget.group)), None)
-            if lacking is not None:
-                return Trial(choice, failed=lacking)
+        if self._bases and not self.budget.affords(choice.label, 2 + (choice.layout not in self._bases)):
+            return Trial(choice, failed=NO_TIME)
+        lacking = next(filter(None, gather(self._lacking(choice), self.budget.group)), None)
+        if lacking is not None:
+            return Trial(choice, failed=lacking)
         return together(gather(self._first(choice), self.budget.group))
 
-    def _lacking(self) -> str | None:
-        """Why the gradients, states and 16-bit copies of another choice do not fit; None where they do."""
-        needs, free = (
-            self._needs + _bytes(p for m in self.models for p in m.parameters()) // 2,
-            _free(self._device),
-        )
+    def _lacking(self, choice: LevelChoice) -> str | None:
+        """Why its gradients, 16-bit copies and the states that were seen do not fit; None where they do."""
+        copies = 0 if choice.dtype is None else _bytes(p for m in self.models for p in m.parameters()) // 2
+        needs, free = self._needs + copies, _free(self._device)
         if needs <= free:
             return None
         return f"it needs {needs / 1e9:.3g} GB beside what is held, and {free / 1e9:.3g} GB are free"

@@ -103,8 +103,8 @@ def search(
 ) -> Tuning:
     """Try choices on the models and put them back; `make` prepares them for one and returns the session.
 
-    With `level` given only layouts are tried, at that level. Raises ConfigError where no step can be taken
-    in fp32 either (or at that level).
+    With `level` given only layouts are tried, at that level. Where no step fits in fp32, others are measured
+    against the first that runs. Raises ConfigError where none does.
     """
     began = time.perf_counter()
     relayout = relayout and bool(convolution_weights(models))
@@ -128,9 +128,13 @@ def _search(
 ) -> list[Trial]:
     """Try the levels, then channels_last for the two fastest, then plans by module; returns every trial."""
     trials = [bench.first(plain)]
-    if trials[0].failed is not None:
+    if trials[0].failed is not None and not trials[0].too_large:
         return trials
     trials += [bench.first(choice) for choice in others]
+    trials.sort(key=lambda trial: trial.too_large)  # the first is what others are measured against
+    if trials[0].failed is not None:
+        return trials
+    by_module = by_module and trials[0].choice.dtype is None
     for one in _best(bench, trials, 2) if relayout else ():
         trials.append(bench.first(replace(one.choice, layout="channels_last")))
     trials = _turns(bench, trials, FIRST_ROUNDS, HOPELESS)
