@@ -26,7 +26,7 @@ GRADS = {torch.bfloat16: L.BF16, torch.float16: L.FP16, torch.float32: L.FP32}
 
 @cache
 def kernels(needed: bool = True) -> Any:
-    """The compiled kernels' module, None where Numba cannot be used, of which one warning tells.
+    """Return the compiled kernels' module, None where Numba cannot be used, of which one warning tells.
 
     Nothing is said where they are not `needed`: for passes that torch does as well, with the same values.
     """

@@ -126,7 +126,7 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
         self.release = GradientRelease(self) if self.release_gradients else None
 
     def algorithm(self, group: Mapping[str, Any]) -> Algorithm:
-        """The algorithm this group runs."""
+        """Return the algorithm this group runs."""
         raise TypeError(f"{type(self).__name__} names no algorithm; use AdamW, Adam, SGD or Lion")
 
     def _places(self) -> Iterator[tuple[Tensor, Group, Place]]:

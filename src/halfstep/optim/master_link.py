@@ -176,7 +176,7 @@ def _differ(masters: Sequence[Master]) -> bool:
 
 
 def bounded(tensors: Iterable[T]) -> Iterator[list[T]]:
-    """The tensors in lists of so many elements as one call widens, or of one larger tensor."""
+    """Yield the tensors in lists of so many elements as one call widens, or of one larger tensor."""
     some, size = list[T](), 0
     for t in tensors:
         if some and size + t.numel() > _AT_ONCE:
@@ -303,7 +303,7 @@ class Link(HasMasters):
             _widen(some)
 
     def widened(self, weight: Tensor) -> Tensor:
-        """The fp32 gradient of a weight that has a 16-bit one."""
+        """Return the fp32 gradient of a weight that has a 16-bit one."""
         if self._parts is not None:
             return self._parts.gradient(weight)
         self.widen()
@@ -511,7 +511,7 @@ class _Parts:
         self._wide: dict[Tensor, Tensor] = {}
 
     def split(self, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The groups in parts."""
+        """Yield the groups in parts."""
         parts = [{**group, "params": some} for group in groups for some in bounded(group["params"])]
         for part in parts:
             weights = [

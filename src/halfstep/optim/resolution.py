@@ -81,7 +81,7 @@ def expected_step(p: Tensor, group: Mapping[str, Any], rate: float) -> Tensor | 
 
 
 def too_coarse(p: Tensor, step: Tensor, bits: int | None = None) -> tuple[Tensor, Tensor]:
-    """The ulp of each sampled weight, and whether a step of this size is lost in it.
+    """Return the ulp of each sampled weight, and whether a step of this size is lost in it.
 
     `bits`: of the significand that holds the weight; None means its own dtype's.
     """
