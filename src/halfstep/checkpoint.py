@@ -78,7 +78,7 @@ _FULL = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
 
 
 def _reason(error: BaseException, path: Path, needed: int) -> str:
-    """What a failed write says; where the disk is full, the bytes needed and free."""
+    """Describe a failed write; where the disk is full, with the bytes needed and free."""
     causes = [error, error.__context__, error.__cause__]
     full = any(isinstance(cause, OSError) and cause.errno in _FULL for cause in causes)
     try:
@@ -249,7 +249,7 @@ def check_same_model(path: str | Path, models: Sequence[str]) -> None:
 
 
 def _attempted(write: Callable[[], Any], path: Path, needed: int) -> tuple[Any, str | None]:
-    """What `write` gives, or why it could not."""
+    """Return what `write` gives, or why it could not."""
     try:
         return write(), None
     except OSError as error:
@@ -312,7 +312,7 @@ def on_every_rank(make: Callable[[], T], group: Group | None, said: str = "{text
 
 
 def manifest_of(folder: Path, number: int = 0, ranks: int = 1) -> dict[str, Any]:
-    """The manifest in a folder, once its checksum is right and that of every file whose turn it is.
+    """Return the manifest in a folder, once its checksum is right and that of every file whose turn it is.
 
     Of so many `ranks` each looks at the files whose turn is its `number`. Raises CheckpointError.
     """
@@ -352,7 +352,7 @@ _LARGEST_MANIFEST = 1 << 30
 
 
 def _text_of(path: Path) -> str:
-    """A manifest as it stands; ValueError, with little of it read, for what is none."""
+    """Return a manifest as it stands; ValueError, with little of it read, for what is none."""
     with shardfiles.open_file(path) as file:
         size = os.fstat(file.fileno()).st_size
         begins = file.read(1) == b"{"
@@ -417,12 +417,12 @@ class Background:
 
 
 def _beside(path: Path) -> Path:
-    """Where one save writes what becomes `path`."""
+    """Return where one save writes what becomes `path`."""
     return path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
 
 
 def _replaced(path: Path) -> Path:
-    """Where a checkpoint lies while another takes its name."""
+    """Return where a checkpoint lies while another takes its name."""
     return path.with_name(f".{path.name}.old")
 
 
@@ -462,7 +462,7 @@ def _remove(folder: Path, successor: Path | None = None) -> None:
 
 
 def local(path: str | Path) -> Path:
-    """A path on a disk; CheckpointError for a URL."""
+    """Return a path on a disk; CheckpointError for a URL."""
     if "://" in str(path):
         raise CheckpointError(
             f"{path} is a URL: give storage='dcp' to save() and load(), or a path on a disk"

@@ -43,7 +43,7 @@ _DTYPES = {L.BF16: torch.bfloat16, L.FP16: torch.float16}
 
 
 def pack(entry: Mapping[str, Any], p: Tensor) -> dict[str, Any]:
-    """An entry of the state as a checkpoint holds it."""
+    """Return an entry of the state as a checkpoint holds it."""
     weight, packed = local_of(p), {key: value for key, value in entry.items() if key != "weight"}
     if "master" in packed:
         packed[KEPT] = torch.zeros((), dtype=WIDE, device="cpu")
@@ -59,7 +59,7 @@ def pack(entry: Mapping[str, Any], p: Tensor) -> dict[str, Any]:
 
 
 def _unpack(saved: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """`pack` undone."""
+    """Undo `pack`."""
     entry: dict[str, Any] = {}
     for key, value in saved.items():
         if key.endswith(CODES):
@@ -82,7 +82,7 @@ def restore(
     present: Callable[[], Tensor] | None = None,
     dry: bool = False,
 ) -> Restored:
-    """The state entry of `p` from a saved one of any format, and what `p` then is where a master says so.
+    """Return the state entry of `p` from a saved one of any format, and the value of `p` by its master.
 
     `formats`: algorithm, format of the weight and of its states; `present` gives the fp32 value of `p`, where
     the optimizer that loads keeps more of it than its 16 bits. `dry`: check it all, and make tensors on meta.
@@ -158,7 +158,7 @@ def master_value(
     *,
     alone: bool = True,
 ) -> Tensor | None:
-    """The fp32 weight the saved entry speaks of, or None where it holds none; `present` as for `restore`.
+    """Return the fp32 weight of the saved entry, or None where it holds none; `present` as for `restore`.
 
     CheckpointError for one of another weight; for a whole master only where `p` stands `alone`: nothing
     beside it keeps the master until the weight comes, or only the bits of another rounding.
@@ -183,7 +183,7 @@ def master_value(
 
 
 def into_entries(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The state with each of its `masters` in its parameter's entry, as `halfstep.optim` saves one.
+    """Return the state with each of its `masters` in its parameter's entry, as `halfstep.optim` saves it.
 
     CheckpointError where the state does not say which parameter a master is of.
     """
@@ -230,7 +230,7 @@ def _alike(own: Tensor, value: Tensor) -> bool:
 def read(
     optimizer: OnePassOptimizer, state_dict: Mapping[str, Any], local: bool = False
 ) -> tuple[list[Group], dict[Tensor, partial[Restored]]]:
-    """What the optimizer shall hold after it loads `state_dict`; CheckpointError where that does not fit.
+    """Return the state of an optimizer after it loads `state_dict`; CheckpointError where that does not fit.
 
     The options of each group, and for each parameter what makes this rank's state and, where a master says
     so, its part of the weight. `local`: a state without masters, of this rank's tensors or ones on meta.
@@ -276,7 +276,7 @@ def _options(group: Group, saved: Mapping[str, Any], stays: Collection[str]) -> 
 def match_groups(
     groups: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]
 ) -> dict[tuple[int, int], Any]:
-    """For each (group, position) of ours the saved parameter's key; CheckpointError where they do not fit."""
+    """Return the saved parameter's key of each (group, position); CheckpointError where they do not fit."""
     if [len(g["params"]) for g in groups] != [len(g["params"]) for g in saved]:
         raise CheckpointError(
             f"the saved optimizer has groups of {[len(g['params']) for g in saved]} parameters, "

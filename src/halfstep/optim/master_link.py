@@ -53,7 +53,7 @@ class Master(nn.Parameter):
     """When it and its weight last agreed: the changes of it that torch had counted, the weight's dtype."""
 
     def agree(self) -> None:
-        """Note that it and its weight agree now."""
+        """Note that it and its weight are in sync."""
         self._seen = self._version, self._source.dtype
 
     def write(self) -> None:
@@ -63,7 +63,7 @@ class Master(nn.Parameter):
 
     @property
     def data(self) -> Tensor:
-        """The values, without gradient."""
+        """Return the values, without gradient."""
         return self.detach()
 
     @data.setter
@@ -73,7 +73,7 @@ class Master(nn.Parameter):
 
     @property
     def grad(self) -> Tensor | None:
-        """The gradient shared with the weight, in fp32."""
+        """Return the gradient shared with the weight, in fp32."""
         grad = self._source.grad
         if grad is not None and grad.dtype in LOW and (owner := self._owner()) is not None:
             return owner.widened(self._source)
@@ -95,7 +95,7 @@ class Master(nn.Parameter):
 
 
 def weight_of(parameter: Tensor) -> Tensor:
-    """The model's weight behind a master; any other parameter as it is."""
+    """Return the model's weight behind a master; any other parameter as it is."""
     return cast(Master, parameter)._source if issubclass(type(parameter), Master) else parameter
 
 
@@ -122,7 +122,7 @@ def _dense_pair(master: Master) -> bool:
 
 
 def _refresh_by_kernel(masters: Sequence[Master]) -> list[Master]:
-    """Give masters on a GPU the values of changed weights, reading nothing back; returns the others."""
+    """Give masters on a GPU the values of changed weights, reading nothing back; return the others."""
     rows, rest = dict[tuple[torch.device, torch.dtype, bool], list[Master]](), list[Master]()
     for m in masters:
         w = m._source
@@ -143,7 +143,7 @@ def _refresh_by_kernel(masters: Sequence[Master]) -> list[Master]:
 
 
 def _differing(masters: Sequence[Master]) -> list[Master]:
-    """All masters whose weights are not their rounding, by value, and some whose weights are."""
+    """Return all masters whose weights are not their rounding, by value, and some whose weights are."""
     has_kernels, found, rest = kernels(needed=False) is not None, list[Master](), list[Master]()
     rows: dict[torch.dtype, list[tuple[Master, int, int, int]]] = {}
     for m in masters:
@@ -176,7 +176,7 @@ def _differ(masters: Sequence[Master]) -> bool:
 
 
 def bounded(tensors: Iterable[T]) -> Iterator[list[T]]:
-    """The tensors in lists of so many elements as one call widens, or of one larger tensor."""
+    """Yield the tensors in lists of so many elements as one call widens, or of one larger tensor."""
     some, size = list[T](), 0
     for t in tensors:
         if some and size + t.numel() > _AT_ONCE:
@@ -214,7 +214,7 @@ class Link(HasMasters):
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """Whose masters these are; it outlives its hooks, which own this."""
+        """Return the optimizer. It outlives this link, which its hooks own."""
         return cast(torch.optim.Optimizer, self._optimizer())
 
     def adopt(self, initial: Mapping[Tensor, Tensor] | None = None) -> None:
@@ -287,7 +287,7 @@ class Link(HasMasters):
             raise ConfigError(f"{what} already has a master in another optimizer; revert() that one first")
 
     def names(self) -> list[str]:
-        """A name for each master: fully qualified, the group's own `param_names`, or `group.position`."""
+        """Return a name for each master: fully qualified, of `param_names`, or `group.position`."""
         here: dict[int, str] = {}
         for g, group in enumerate(self.optimizer.param_groups):
             own = group.get("param_names")
@@ -303,7 +303,7 @@ class Link(HasMasters):
             _widen(some)
 
     def widened(self, weight: Tensor) -> Tensor:
-        """The fp32 gradient of a weight that has a 16-bit one."""
+        """Return the fp32 gradient of a weight that has a 16-bit one."""
         if self._parts is not None:
             return self._parts.gradient(weight)
         self.widen()
@@ -387,7 +387,7 @@ class Link(HasMasters):
                         state[m][key] = value.to(device)
 
     def masters(self, only: AnySet[Tensor] | None = None) -> dict[Tensor, Tensor]:
-        """The masters by weight, of `only` some: the very tensors, detached."""
+        """Return the masters by weight, of `only` some: the very tensors, detached."""
         self.sync(only)
         return {w: m.detach() for w, m in self.pairs.items() if only is None or w in only}
 
@@ -400,7 +400,7 @@ class Link(HasMasters):
                 master.write()
 
     def matched(self, state: Mapping[str, Tensor]) -> dict[Tensor, Tensor]:
-        """The saved masters by weight; CheckpointError where names or shapes do not fit.
+        """Return the saved masters by weight; CheckpointError where names or shapes do not fit.
 
         A frozen weight that was saved without one keeps its own.
         """
@@ -444,7 +444,7 @@ class Link(HasMasters):
             OWNERS.pop(weight, None)
 
     def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Step pre-hook."""
+        """Sync masters before a step (a pre-hook)."""
         if torch.compiler.is_compiling():
             raise UnsupportedError(
                 "an optimizer with MasterWeights cannot be compiled; compile the model only"
@@ -461,7 +461,7 @@ class Link(HasMasters):
                 self._together.append(group)
 
     def after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Step post-hook; where a step is broken off before it, `push` does the same."""
+        """Write masters back after a step (a post-hook); if a step breaks off, `push` does so."""
         while self._together:
             self._together.pop()["foreach"] = None
         self.write_back()
@@ -476,7 +476,7 @@ class Link(HasMasters):
         return {**state, checkpoints.MASTERS: named, checkpoints.PLACES: places}
 
     def saved_pairs(self, saved: Any) -> list[tuple[Tensor, Tensor]]:
-        """Masters and what each was saved as; CheckpointError where names or shapes do not fit."""
+        """Return masters with their saved values; CheckpointError where names or shapes do not fit."""
         names, held = self._known(), saved if isinstance(saved, Mapping) else {}
         frozen = (p for p in parameters_of(self.optimizer) if p.dtype in LOW and not p.requires_grad)
         self.adopt({p: p.detach() for p in frozen if names.get(p) in held})
@@ -511,7 +511,7 @@ class _Parts:
         self._wide: dict[Tensor, Tensor] = {}
 
     def split(self, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The groups in parts."""
+        """Yield the groups in parts."""
         parts = [{**group, "params": some} for group in groups for some in bounded(group["params"])]
         for part in parts:
             weights = [
@@ -537,5 +537,5 @@ def _is_place(name: str) -> bool:
 
 
 def narrow_state(state: dict[Any, Any], dtype: torch.dtype) -> dict[Any, Any]:
-    """Optimizer state with its floating tensors in `dtype`, as torch keeps them; `step` stays as it is."""
+    """Return optimizer state with its floating tensors in `dtype`, as torch keeps them; `step` stays."""
     return {k: v if k == "step" else map_floats(lambda t: t.to(dtype), v) for k, v in state.items()}

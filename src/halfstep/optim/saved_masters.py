@@ -83,7 +83,7 @@ class SavedMasters:
 
 
 def _counted(entry: Any) -> Any:
-    """The entry, a 16-bit count of its steps in fp32: bf16 stops counting at 256, fp16 at 2,048."""
+    """Return the entry, a 16-bit count of its steps in fp32: bf16 stops counting at 256, fp16 at 2,048."""
     step = entry.get("step") if isinstance(entry, Mapping) else None
     return {**entry, "step": step.float()} if isinstance(step, Tensor) and step.dtype in LOW_DTYPES else entry
 
@@ -96,7 +96,7 @@ def _is_own(entry: Any) -> bool:
 
 @torch.no_grad()
 def _value(name: str, entry: Mapping[str, Any], p: Tensor) -> Tensor | None:
-    """The fp32 value of a parameter by its entry; None where there is none, or `p` cannot hold it."""
+    """Return the fp32 value of a parameter by its entry; None where there is none, or `p` cannot hold it."""
     if p.dtype in LOW_DTYPES or not checkpoints.has_master(entry):
         return None
     saved = entry["master"] if "master" in entry else entry["lacking"]
@@ -113,7 +113,7 @@ def _value(name: str, entry: Mapping[str, Any], p: Tensor) -> Tensor | None:
 
 
 def _plain(entry: Mapping[str, Any], p: Tensor) -> dict[str, Any]:
-    """The entry as torch's optimizers read it: no master, and fp32 in the place of 8-bit codes."""
+    """Return the entry as torch's optimizers read it: no master, and fp32 in the place of 8-bit codes."""
     plain = {key: value for key, value in entry.items() if key not in _OWN}
     for coded in [key for key in plain if str(key).endswith(storage.CODES)]:
         key = coded.removesuffix(storage.CODES)

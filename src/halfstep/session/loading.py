@@ -379,7 +379,7 @@ def _read_optimizer(
     found: Found,
     used: set[str],
 ) -> _State:
-    """What a checkpoint holds for an optimizer; it is matched by names and changes nothing.
+    """Return what a checkpoint holds for an optimizer; it is matched by names and changes nothing.
 
     States of more than one number stay in the files where the optimizer loads as halfstep's or torch's do.
     """
@@ -441,7 +441,7 @@ def _read_groups(
     saved: Mapping[str, Any],
     read: Callable[[str], Tensor],
 ) -> list[dict[str, Any]]:
-    """The options of each of an optimizer's groups, of the saved group of the same parameters."""
+    """Return the options of each of an optimizer's groups, of the saved group of the same parameters."""
     groups = list[Any]()
     optional = {
         option
@@ -477,7 +477,7 @@ def _laid_out(value: Tensor, like: Tensor) -> Tensor:
 def _match_groups(
     optimizer: torch.optim.Optimizer, names: Sequence[str], saved: Mapping[str, Any]
 ) -> list[int]:
-    """Which saved group each of the optimizer's is, by the names of its parameters.
+    """Return which saved group each of the optimizer's is, by the names of its parameters.
 
     Raises CheckpointError where a group holds other parameters than each of the saved ones.
     """

@@ -56,7 +56,7 @@ class Preparation:
         return holders_of(self.optimizers) if self.precision.masters else []
 
     def exact(self) -> dict[Tensor, Tensor]:
-        """The fp32 value of every weight that has a master."""
+        """Return the fp32 value of every weight that has a master."""
         return {w: value for holder in self.holders for w, value in holder.masters().items()}
 
     def remove_hooks(self) -> None:
@@ -109,7 +109,7 @@ class OwnMasters:
         return parameter in self._places or parameter in self._links
 
     def exact(self, parameter: Tensor) -> Tensor | None:
-        """The fp32 value of a weight, in memory that it may have; None where no master is kept."""
+        """Return the fp32 value of a weight, in memory that it may have; None where no master is kept."""
         if (link := self._links.get(parameter)) is not None:
             return link.pairs[parameter].detach()
         found = (one._kept(parameter, group) for one, group, _ in self._places.get(parameter, ()))

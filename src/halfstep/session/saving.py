@@ -44,7 +44,7 @@ Named = tuple[str, Tensor, Tensor | None]  # its name in the file, a tensor, and
 
 
 def _masters(session: Session) -> dict[int, Tensor | Callable[[Any], Tensor]]:
-    """The fp32 value of every weight that an optimizer keeps one of, by the weight's id.
+    """Return the fp32 value of every weight that an optimizer keeps one of, by the weight's id.
 
     Of an optimizer of `halfstep.optim` it is what gives those of some rows of this rank's part.
     """
@@ -56,7 +56,7 @@ def _masters(session: Session) -> dict[int, Tensor | Callable[[Any], Tensor]]:
 
 
 def tensors_of(session: Session) -> Iterator[Named]:
-    """Every weight and buffer, by name in the file; and the parameter that it is."""
+    """Yield every weight and buffer, by name in the file; and the parameter that it is."""
     for index, model in enumerate(session.models):
         prefix = f"{index}." if len(session.models) > 1 else ""
         by_key = dict(model.named_parameters(remove_duplicate=False))
@@ -68,7 +68,7 @@ def tensors_of(session: Session) -> Iterator[Named]:
 
 
 def names_in(tensors: list[Named]) -> dict[int, str]:
-    """The name in the file of every parameter of the models, by id; of a tied one the first."""
+    """Return the name in the file of every parameter of the models, by id; of a tied one the first."""
     return {id(p): name for name, _, p in reversed(tensors) if p is not None}
 
 
@@ -101,7 +101,7 @@ def _split(t: Tensor, number: int, group: Group | None) -> Piece | None:
 
 
 def _owner(number: int, ranks: int) -> int:
-    """Which rank writes a tensor that all hold: about the root of all do, whose files a load opens."""
+    """Return which rank writes a tensor that all hold: about sqrt(ranks) of them share these."""
     writers = math.isqrt(ranks - 1) + 1
     return number % writers * (ranks // writers)
 
@@ -169,7 +169,7 @@ def save(
 
 
 def _contents(session: Session, schedulers: Sequence[Any], position: Any, extra: Any) -> checkpoint.Contents:
-    """All that this rank writes; CheckpointError for what cannot be saved, or not now."""
+    """Return all that this rank writes; CheckpointError for what cannot be saved, or not yet."""
     make_ready(session)
     _check_gradients(session)
     _check_spread(session)

@@ -97,7 +97,7 @@ class Setup:
         return self.precision.level
 
     def autocast(self, enabled: bool = True) -> autocast:
-        """The region to run forward and loss in: ops run under the session's policy."""
+        """Return the region to run forward and loss in: ops run under the session's policy."""
         for listener in opened:
             listener(self)
         if not isinstance(enabled, bool):  # pyright: ignore[reportUnnecessaryIsInstance]

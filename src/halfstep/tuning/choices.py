@@ -106,12 +106,12 @@ class Trial:
 
 
 def gradient_bound(dtype: str) -> float:
-    """How far gradients may be from fp32's, relative to them: 0.5 in bf16, 0.0625 in fp16."""
+    """Return how far gradients may be from fp32's, relative to them: 0.5 in bf16, 0.0625 in fp16."""
     return ULPS * _ulp(dtype)
 
 
 def loss_bound(dtype: str) -> float:
-    """How far the loss may be from fp32's, relative to it: 0.016 in bf16, 0.002 in fp16."""
+    """Return how far the loss may be from fp32's, relative to it: 0.016 in bf16, 0.002 in fp16."""
     return LOSS_ULPS * _ulp(dtype)
 
 
@@ -120,7 +120,7 @@ def _ulp(dtype: str) -> float:
 
 
 def decide(trials: Sequence[Trial]) -> tuple[LevelChoice, str]:
-    """The fastest that is near the first one's numbers, or the first where none is worth it; and why.
+    """Return the fastest that is near the first one's numbers, or the first where none is worth it; and why.
 
     The first is what there is without a choice (fp32, as a rule); earlier ones are plainer than later ones.
     """

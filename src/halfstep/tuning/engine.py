@@ -94,7 +94,7 @@ class FirstStep:
 
 
 def _squares(value: Tensor, base: Tensor) -> tuple[float, float]:
-    """The squares of the distance of two tensors and of the second, summed up."""
+    """Return the squares of the distance of two tensors and of the second, summed up."""
     far: Any = 0.0
     whole: Any = 0.0
     for a, b in split.parts(value, base) if type(value) is Tensor else [(value, base)]:
@@ -123,7 +123,7 @@ class Budget:
         self._until = time.perf_counter() + self._seconds - spent
 
     def left(self) -> float:
-        """Seconds that are left; below 0 where too many were spent."""
+        """Return seconds that are left; below 0 where too many were spent."""
         return float(self.of_first_rank(self._until - time.perf_counter()))
 
     def saw(self, label: str, seconds: float) -> None:
@@ -139,7 +139,7 @@ class Budget:
         return self.left() > float(self.of_first_rank(self.around + steps * self.step(label)))
 
     def of_first_rank(self, value: Any) -> Any:
-        """The first rank's value, on every rank; every rank must ask."""
+        """Return the first rank's value, on every rank; every rank must ask."""
         return gather(value, self.group)[0]
 
 
@@ -244,7 +244,7 @@ class Bench:
             return Trial(choice, failed=" ".join(str(error).split())[:200])
 
     def _errors(self, choice: LevelChoice, seen: FirstStep) -> tuple[float | None, float | None]:
-        """How far from the base in the same layout: another one draws another dropout mask."""
+        """Return the distances from the base in the same layout: another one draws another dropout mask."""
         if choice.layout in self._bases:
             return seen.distance(self._bases[choice.layout])
         self._bases[choice.layout] = seen
@@ -283,7 +283,7 @@ class Bench:
         return [replace(trial, seconds=tuple(seen)) for trial, seen in zip(trials, times)]
 
     def profile(self, choice: LevelChoice) -> StepTimes:
-        """Where a step's time goes under `choice`."""
+        """Return where a step's time goes under `choice`."""
         with self.entered(choice) as session:
             self.run(session)
             return step_times(lambda: self.run(session), self.models)
@@ -304,7 +304,7 @@ def together(trials: Sequence[Trial]) -> Trial:
 
 
 def _worst(errors: Sequence[float | None]) -> float | None:
-    """The largest, with NaN above all."""
+    """Return the largest, with NaN above all."""
     known = [e for e in errors if e is not None]
     return max(known, key=lambda e: float("inf") if e != e else e, default=None)
 
@@ -319,7 +319,7 @@ def _bytes(tensors: Iterable[Any]) -> int:
 
 
 def _free(device: torch.device) -> float:
-    """Bytes that a device can still give to tensors; inf where nobody says."""
+    """Return the bytes that are free on a device; inf where that is unknown."""
     if device.type != "cpu":
         try:
             free, _ = torch.accelerator.get_memory_info(device)

@@ -69,7 +69,7 @@ class Tuning:
         return replace(choice.rules, settings=settings)
 
     def to_toml(self) -> str:
-        """The plan as TOML."""
+        """Return the plan as TOML."""
         return self.plan.to_toml()
 
     def __str__(self) -> str:
@@ -150,7 +150,7 @@ def _search(
 
 
 def _best(bench: Bench, trials: Sequence[Trial], count: int) -> list[Trial]:
-    """The fastest usable trials as rank 0 saw them."""
+    """Return the fastest usable trials as rank 0 saw them."""
     order = sorted(range(len(trials)), key=lambda i: trials[i].time)
     return [trials[i] for i in bench.budget.of_first_rank(order) if trials[i].usable][:count]
 
@@ -168,7 +168,7 @@ def _turns(bench: Bench, trials: list[Trial], rounds: int, near: float) -> list[
 
 
 def _by_module(bench: Bench, trials: Sequence[Trial], device: torch.device) -> list[LevelChoice]:
-    """The fastest 16-bit choice of each level, with fp32 for the modules that are faster in it."""
+    """Return the fastest 16-bit choice of each level, with fp32 for the modules that are faster in it."""
     if len(bench.models) != 1:
         return []
     found: list[LevelChoice] = []
