@@ -47,6 +47,13 @@ TAIL = """\
   bits.
 - `release_gradients=True` in `hs.optim` takes the gradients away, but for the largest.
 - `amp.save(background=True)` copies what it writes to the host first: fp32 weights and the states.
+- `amp.revert()`, `hs.Trainer`'s checkpoints, and `state_dict()` and `load_state_dict()` of `hs.optim` take
+  what is there and the largest tensor again. torch's optimizers make all states anew in `load_state_dict`
+  before they drop the old ones, unless those that come have the right dtype and device, which they keep;
+  masters are copied in place. What you hand to it is yours: `torch.load(path, mmap=True)` leaves it in the
+  file.
+- `hs.optim.fp32_state_dict` and `MasterWeights.state_dict()` return fp32 copies, 4 bytes a parameter.
+  `amp.evaluating()` takes as much for its fp32 weights; with `MasterWeights` these are the masters.
 
 ## Models that do not fit in fp32
 
