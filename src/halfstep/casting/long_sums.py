@@ -115,7 +115,7 @@ def _sum_repeats(call: Call, x: Tensor, dtype: torch.dtype | None = None, **kwar
 
 
 def _overlap(sizes: Sequence[int], steps: Sequence[int] = ()) -> int:
-    """How many windows of these sizes, so many steps apart, hold the same element."""
+    """Return how many windows of these sizes, so many steps apart, hold the same element."""
     return math.prod(-(-size // step) for size, step in zip(sizes, steps or sizes, strict=True))
 
 
@@ -391,7 +391,7 @@ class Rows(torch.autograd.Function):
     @staticmethod
     @not_compiled
     def backward(ctx: Any, *grad_outputs: Tensor) -> Grads:
-        """The table's gradient, of its shape."""
+        """Return the table's gradient, of its shape."""
         (index,) = ctx.saved_tensors
         args = grad_outputs[0], index, ctx.shape, ctx.padding, ctx.by_frequency
         sums = RowSums.apply(*args) if torch.is_grad_enabled() else _row_sums(*args)
@@ -424,7 +424,7 @@ class RowSums(torch.autograd.Function):
     @staticmethod
     @not_compiled
     def backward(ctx: Any, *grad_outputs: Tensor) -> Grads:
-        """Rows of the gradient's gradient."""
+        """Return rows of the gradient's gradient."""
         if ctx.by_frequency:
             raise RuntimeError("an embedding with scale_grad_by_freq has no second derivative, in torch too")
         (index,) = ctx.saved_tensors

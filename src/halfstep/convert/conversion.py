@@ -212,7 +212,7 @@ class Keeper(Protocol):
         ...
 
     def exact(self, parameter: Tensor) -> Tensor | None:
-        """What it keeps for a parameter, in fp32; None for nothing."""
+        """Return what it keeps for a parameter, in fp32; None for nothing."""
         ...
 
 
@@ -389,7 +389,7 @@ class Casting:
         self.changes.append(Change(self.names[path], what, before, after, why))
 
     def _wanted(self) -> dict[int, tuple[Tensor, torch.dtype]]:
-        """The dtype of every floating tensor that a rule reaches, by id; notes each."""
+        """Return the dtype of every floating tensor that a rule reaches, by id; notes each."""
         wanted: dict[int, tuple[Tensor, torch.dtype]] = {}
         first: dict[int, str] = {}
         for path, module in self.paths.items():
@@ -467,7 +467,7 @@ class Casting:
             self._back_to_wide(path, module, rule, above)
 
     def _computes(self, rule: PlanRule, above: PlanRule | None) -> Rule | None:
-        """What the ops of a module do; inside one that computes in fp32, 16-bit weights mean LOW."""
+        """Return what the ops of a module do; inside one that computes in fp32, 16-bit weights mean LOW."""
         inside_fp32 = above is not None and rule is not above and above.computes is Rule.FULL
         return Rule.LOW if rule.computes is None and inside_fp32 and rule.dtype == self.low else rule.computes
 

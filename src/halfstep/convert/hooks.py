@@ -134,7 +134,7 @@ class Around:
         ]
 
     def opened(self) -> ExitStack:
-        """What `leave` closes."""
+        """Return what `leave` closes."""
         stack = ExitStack()
         self._open.setdefault(threading.get_ident(), []).append(stack)
         return stack
@@ -213,7 +213,7 @@ class InRegion(Around):
 
 
 def _region(device_type: str, dtype: torch.dtype) -> autocast:
-    """The region inside: off, or in 16 bits one that lifts nothing; slow dtypes run as in autocast."""
+    """Return the region inside: off, or in 16 bits one that lifts nothing; slow dtypes run as in autocast."""
     if dtype not in LOW_DTYPES:
         return autocast(device_type, enabled=False)
     return autocast(device_type, policy=Policy(compute_dtype=dtype, table="low"))
@@ -357,7 +357,7 @@ class _ToFloat(Inside):
 
 
 def own_dtype(module: nn.Module) -> torch.dtype | None:
-    """The dtype that `to_float` gave a module, or None."""
+    """Return the dtype that `to_float` gave a module, or None."""
     for hook in hooks_of(module)[0].values():
         owner = getattr(hook, "__self__", None)
         if isinstance(owner, _ToFloat):

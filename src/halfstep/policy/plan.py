@@ -286,7 +286,7 @@ class Plan:
         public: Mapping[str, str],
         matched: set[PlanRule],
     ) -> dict[str, PlanRule]:
-        """The rules that name buffers, by the path under which a buffer's module is found first."""
+        """Return the rules that name buffers, by the path under which a buffer's module is found first."""
         found: dict[str, PlanRule] = {}
         candidates = [rule for rule in self.rules if rule.dtype is not None and rule.required]
         for path, module in modules.items() if candidates else ():
@@ -340,7 +340,7 @@ class Plan:
 
 
 def _rank_of_name(rule: PlanRule) -> Rank:
-    """How closely a rule names a buffer: a path written out first, then more literal characters."""
+    """Return how closely a rule names a buffer: a path written out first, then more literal characters."""
     literal = len(re.sub(r"\[[^\]]*\]|[*?]", "", rule.pattern))
     return (4 if literal == len(rule.pattern) else 3, 0, literal, rule.required)
 
@@ -385,7 +385,7 @@ _ESCAPES = {"\\": "\\\\", '"': '\\"', "\n": "\\n", "\r": "\\r", "\t": "\\t"}
 
 
 def _toml(value: Any) -> str:
-    """A text (every control character escaped), a flag, a number, or a table of texts in one line."""
+    """Return a text (every control character escaped), a flag, a number, or a table of texts in one line."""
     if isinstance(value, str):
         written = (_ESCAPES.get(c) or (c if c.isprintable() else f"\\U{ord(c):08x}") for c in value)
         return f'"{"".join(written)}"'
