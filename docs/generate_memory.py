@@ -39,7 +39,10 @@ TAIL = """\
 ## What comes on top
 
 - torch's optimizers are counted as with `fused=True`. Without it they update all tensors at once on a GPU
-  (`foreach`), with temporaries: 4 bytes a parameter for AdamW, and for SGD with weight decay.
+  (`foreach`), with temporaries: 4 bytes a parameter for AdamW, and for SGD with weight decay. At O2
+  `amp.step` hands them 64 MiB of the gradients in fp32 at a time, and there are temporaries of these alone.
+  An optimizer that is not torch's own, one with step hooks of yours, and a step of your own loop
+  (`optimizer.step()`) get all gradients in fp32 at once: 2 bytes a parameter more.
 - Micro-batches of a step are added up in fp32: 2 bytes a parameter until the step where weights have 16
   bits.
 - `release_gradients=True` in `hs.optim` takes the gradients away, but for the largest.

@@ -25,7 +25,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -37,6 +37,8 @@ from halfstep.distributed.reduce import Group
 from halfstep.errors import CheckpointError, show, warn
 from halfstep.shardfiles import Piece
 from halfstep.trees import tensors_in
+
+T = TypeVar("T")
 
 FOLDER_FORMAT = 3
 """The version of the layout of a folder that is written and read."""
@@ -76,7 +78,7 @@ _FULL = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
 
 
 def _reason(error: BaseException, path: Path, needed: int) -> str:
-    """What a failed write says; where the disk is full, the bytes needed and free."""
+    """Describe a failed write; where the disk is full, with the bytes needed and free."""
     causes = [error, error.__context__, error.__cause__]
     full = any(isinstance(cause, OSError) and cause.errno in _FULL for cause in causes)
     try:
@@ -247,7 +249,7 @@ def check_same_model(path: str | Path, models: Sequence[str]) -> None:
 
 
 def _attempted(write: Callable[[], Any], path: Path, needed: int) -> tuple[Any, str | None]:
-    """What `write` gives, or why it could not."""
+    """Return what `write` gives, or why it could not."""
     try:
         return write(), None
     except OSError as error:
@@ -286,18 +288,31 @@ def read_manifest(path: Path, group: Group | None = None) -> tuple[Path, dict[st
     """
     if not path.exists() and (_replaced(path) / MANIFEST).is_file():
         path = _replaced(path)  # killed between two renames
-    manifest, wrong = dict[str, Any](), None
+    return path, on_every_rank(lambda: manifest_of(path, rank(group), world_size(group)), group)
+
+
+def on_every_rank(make: Callable[[], T], group: Group | None, said: str = "{text}") -> T:
+    """What `make` gives on this rank of the group, whose ranks all call.
+
+    Where it raises, other ranks raise a CheckpointError: `said`, with the `rank` it was and the `text`.
+    """
+    made, raised = list[T](), None
     try:
-        manifest = manifest_of(path, rank(group), world_size(group))
-    except CheckpointError as error:
-        wrong = str(error), error.damaged
-    for told, damaged in filter(None, gather(wrong, group)):
-        raise CheckpointError(told, damaged=damaged)
-    return path, manifest
+        made.append(make())
+    except Exception as error:
+        raised = error
+    wrong = None if raised is None else (str(raised), getattr(raised, "damaged", False))
+    told = gather(wrong, group)
+    if raised is not None:
+        raise raised
+    for number, one in enumerate(told):
+        if one is not None:
+            raise CheckpointError(said.format(rank=number, text=one[0]), damaged=one[1])
+    return made[0]
 
 
 def manifest_of(folder: Path, number: int = 0, ranks: int = 1) -> dict[str, Any]:
-    """The manifest in a folder, once its checksum is right and that of every file whose turn it is.
+    """Return the manifest in a folder, once its checksum is right and that of every file whose turn it is.
 
     Of so many `ranks` each looks at the files whose turn is its `number`. Raises CheckpointError.
     """
@@ -337,7 +352,7 @@ _LARGEST_MANIFEST = 1 << 30
 
 
 def _text_of(path: Path) -> str:
-    """A manifest as it stands; ValueError, with little of it read, for what is none."""
+    """Return a manifest as it stands; ValueError, with little of it read, for what is none."""
     with shardfiles.open_file(path) as file:
         size = os.fstat(file.fileno()).st_size
         begins = file.read(1) == b"{"
@@ -402,12 +417,12 @@ class Background:
 
 
 def _beside(path: Path) -> Path:
-    """Where one save writes what becomes `path`."""
+    """Return where one save writes what becomes `path`."""
     return path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
 
 
 def _replaced(path: Path) -> Path:
-    """Where a checkpoint lies while another takes its name."""
+    """Return where a checkpoint lies while another takes its name."""
     return path.with_name(f".{path.name}.old")
 
 
@@ -447,7 +462,7 @@ def _remove(folder: Path, successor: Path | None = None) -> None:
 
 
 def local(path: str | Path) -> Path:
-    """A path on a disk; CheckpointError for a URL."""
+    """Return a path on a disk; CheckpointError for a URL."""
     if "://" in str(path):
         raise CheckpointError(
             f"{path} is a URL: give storage='dcp' to save() and load(), or a path on a disk"

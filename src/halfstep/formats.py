@@ -106,7 +106,7 @@ _BY_DTYPE: Mapping[torch.dtype, Format] = MappingProxyType(
 
 
 def format_of(x: str | torch.dtype | Format) -> Format:
-    """The format that a name (`"bf16"`, `"float16"`, `"half"` ...) or a torch dtype stands for.
+    """Return the format that a name (`"bf16"`, `"float16"`, `"half"` ...) or a torch dtype stands for.
 
     Raises:
         ConfigError: no format goes by that name.
@@ -125,7 +125,7 @@ def format_of(x: str | torch.dtype | Format) -> Format:
 
 
 def parse_dtype(x: str | torch.dtype) -> torch.dtype:
-    """The torch dtype behind a name; floating torch dtypes pass through.
+    """Return the torch dtype behind a name; floating torch dtypes pass through.
 
     Raises:
         ConfigError: an unknown name, a dtype that is not floating point, or tf32, which is a way to
@@ -205,7 +205,7 @@ _EXPONENT_FIELD_FP64 = 0x7FF0_0000_0000_0000
 
 @torch.no_grad()
 def round_to(t: Tensor, fmt: str | torch.dtype | Format, saturate: bool = False) -> Tensor:
-    """Every element rounded as `round_reference` does, in a new tensor of the same shape and dtype.
+    """Return every element rounded as `round_reference` does, in a new tensor of the same shape and dtype.
 
     Differs from torch's cast in two places: torch 2.12 and newer cast to e4m3fn saturating, infinities
     included, where older torch, ml_dtypes and this function give NaN unless `saturate` is asked for; and
@@ -241,7 +241,7 @@ def round_to(t: Tensor, fmt: str | torch.dtype | Format, saturate: bool = False)
 
 
 def encode(value: float, fmt: str | torch.dtype | Format) -> int:
-    """The bit pattern of a number that `fmt` holds exactly; NaN gives the canonical quiet one.
+    """Return the bit pattern of a number that `fmt` holds exactly; NaN gives the canonical quiet one.
 
     Raises:
         ConfigError: `fmt` does not hold `value`, or it is no number.
@@ -266,7 +266,7 @@ def encode(value: float, fmt: str | torch.dtype | Format) -> int:
 
 
 def decode(bits: int, fmt: str | torch.dtype | Format) -> float:
-    """The number that a bit pattern of `fmt` stands for.
+    """Return the number that a bit pattern of `fmt` stands for.
 
     Raises:
         ConfigError: the pattern has more bits than the format, or is no whole number.
@@ -329,7 +329,7 @@ def _status(x: float | Fraction, value: float, fmt: Format) -> Status:
 
 
 def describe(x: float | Fraction, fmt: str | torch.dtype | Format) -> Stored:
-    """How `fmt` stores `x`: bits, value, error, spacing there, and what happened to it on the way.
+    """Return how `fmt` stores `x`: bits, value, error, spacing there, and what happened to it on the way.
 
     `status` says `underflow` for a number that became zero, `overflow` for one that became infinite (NaN
     without infinities), `subnormal` for one stored with fewer bits, rounded or not.

@@ -33,7 +33,7 @@ def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The module that a compiled module (`torch.compile`) wraps, or the module itself."""
+    """Return the module that a compiled module (`torch.compile`) wraps, or the module itself."""
     inner = model._modules.get("_orig_mod")
     return model if inner is None else unwrap(inner)
 

@@ -62,7 +62,7 @@ class Piece:
 
     @classmethod
     def of(cls, value: Tensor) -> Piece:
-        """A tensor as one piece."""
+        """Return a tensor as one piece."""
         shape = tuple(value.shape)
         return cls(value.detach(), (0,) * len(shape), shape)
 
@@ -77,7 +77,7 @@ class Piece:
         return self.value.numel() * self.dtype.itemsize
 
     def parts(self) -> Iterator[tuple[int, Tensor]]:
-        """The values, rows of a bounded size at a time, with the number of the first row."""
+        """Yield the values, rows of a bounded size at a time, with the number of the first row."""
         shape, read = self.value.shape, self.value.detach().__getitem__ if self.widen is None else self.widen
         if not shape:
             yield 0, read(...)
@@ -87,7 +87,7 @@ class Piece:
             yield start, read(slice(start, start + rows))
 
     def on_host(self) -> Tensor:
-        """A copy of the values on the host."""
+        """Return a copy of the values on the host."""
         if self.widen is None:
             return self.value.to("cpu", copy=True)
         out = torch.empty(self.value.shape, dtype=self.dtype, device="cpu")
@@ -228,7 +228,7 @@ def checksum(path: Path, size: int | None = None) -> str:
 
 
 def read_header(path: Path) -> tuple[dict[str, StoredPiece], dict[str, Any]]:
-    """Every piece of a file by name, and what `write` was told; CheckpointError for a lying header."""
+    """Return every piece of a file by name, and its metadata; CheckpointError for a false header."""
     try:
         with open_file(path) as file:
             size = os.fstat(file.fileno()).st_size
@@ -276,7 +276,7 @@ Alike = tuple[str, Sequence[int], Sequence[str], Sequence[tuple[int, Sequence[in
 
 
 def summary(pieces: Mapping[str, Piece]) -> list[Any]:
-    """What `joined` needs of a file's pieces, as JSON can hold it."""
+    """Return what `joined` needs of a file's pieces, as JSON can hold it."""
     return _summary((n, p.dtype, p.whole, p.offsets, p.value.shape) for n, p in pieces.items())
 
 
@@ -335,11 +335,11 @@ class Index:
         return self._files[number]
 
     def about(self, number: int) -> dict[str, Any]:
-        """What the writer of a file said of it."""
+        """Return what the writer of a file wrote about it."""
         return self._file(number)[2]
 
     def private(self, number: int, name: str) -> Tensor:
-        """A tensor that belongs to one file."""
+        """Return a tensor that belongs to one file."""
         file, stored, _ = self._file(number)
         piece = stored[name]
         out = torch.empty(piece.shape, dtype=piece.dtype, device="cpu")
@@ -349,7 +349,7 @@ class Index:
     def read(
         self, name: str, offsets: Sequence[int] | None = None, shape: Sequence[int] | None = None
     ) -> Tensor:
-        """A box of a tensor (all of it by default), put together from the pieces that touch it.
+        """Return a box of a tensor (all of it by default), put together from the pieces that touch it.
 
         CheckpointError where the pieces do not cover it.
         """
@@ -393,7 +393,7 @@ class Index:
         return (0,) * len(whole) if offsets is None else (*offsets,), whole if shape is None else (*shape,)
 
     def _pieces(self, name: str, begin: tuple[int, ...], size: tuple[int, ...]) -> list[tuple[Any, ...]]:
-        """What of a box lies in which file; CheckpointError where that is not all of it."""
+        """Return what of a box lies in which file; CheckpointError where that is not all of it."""
         touching = (one for n in self._of[name] for one in self._touching(n, begin, size))
         # What several ranks wrote alike is read once: shards of a part of the mesh, say.
         pieces = [*{one[1]: one for one in touching}.values()]
@@ -445,7 +445,7 @@ def check_layout(name: str, value: Tensor) -> None:
 
 
 def packed(value: Any, name: str, put: Callable[[str, Tensor], object]) -> Any:
-    """A tree as JSON can hold it, `put` having been called for its tensors by name."""
+    """Return a tree as JSON can hold it, `put` having been called for its tensors by name."""
     if isinstance(value, Tensor):
         check_layout(name, value)
         put(name, value)
@@ -469,7 +469,7 @@ def packed(value: Any, name: str, put: Callable[[str, Tensor], object]) -> Any:
 
 
 def _packed_key(key: Any, name: str) -> Any:
-    """A key of the mapping `name` as JSON can hold it."""
+    """Return a key of the mapping `name` as JSON can hold it."""
     tensors = list[Tensor]()
     value = packed(key, f"a key of {_told(name)}", lambda _, tensor: tensors.append(tensor))
     if tensors:
@@ -478,12 +478,12 @@ def _packed_key(key: Any, name: str) -> Any:
 
 
 def _told(name: str) -> str:
-    """What a value is called where a person reads: `extra.note` of `.rest.extra.note`."""
+    """Return a value's name for messages: `extra.note` of `.rest.extra.note`."""
     return re.sub(r"^\.(rest\.|rank\.\d+\.)?", "", name)
 
 
 def unpacked(value: Any, read: Callable[[str], Tensor]) -> Any:
-    """What `packed` made JSON of, with `read` for the tensors that it named."""
+    """Return what `packed` made JSON of, with `read` for the tensors that it named."""
     if not isinstance(value, dict):
         return value
     ((kind, held),) = cast("dict[str, Any]", value).items()

@@ -114,7 +114,7 @@ def _lacking(name: str, use: str) -> UnsupportedError:
 
 
 def _of(owner: Any, name: str, use: str) -> Any:
-    """The attribute of an object of torch's; UnsupportedError where there is none."""
+    """Return the attribute of an object of torch's; UnsupportedError where there is none."""
     try:
         return getattr(owner, name)
     except AttributeError as error:

@@ -33,7 +33,7 @@ def is_float_tensor(x: object) -> bool:
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
-    """All tensors of a nest (list, tuple, dict, named tuple ...), in order."""
+    """Return all tensors of a nest (list, tuple, dict, named tuple ...), in order."""
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
@@ -103,7 +103,7 @@ def accumulate_in_fp32(parameter: Tensor) -> None:
 
 
 def each_parameter(modules: Iterable[torch.nn.Module]) -> Iterator[Tensor]:
-    """The parameters of modules and of all in them, a shared one as often as modules hold it.
+    """Yield the parameters of modules and of all in them, a shared one as often as modules hold it.
 
     For what looks at all of them in every step: `Module.parameters` also makes their names.
     """
@@ -157,12 +157,12 @@ def all_equal(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[bool]:
 
 
 def parameters_of(optimizer: Any) -> list[Tensor]:
-    """The parameters of an optimizer, one group after the other; none where it has no groups."""
+    """Return the parameters of an optimizer, one group after the other; none where it has no groups."""
     return [p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]]
 
 
 def gradients_of(optimizer: Any) -> list[Tensor]:
-    """The gradients that an optimizer's parameters have."""
+    """Return the gradients that an optimizer's parameters have."""
     return [p.grad for p in parameters_of(optimizer) if p.grad is not None]
 
 
@@ -235,7 +235,7 @@ def is_wide_float(value: Any) -> bool:
 
 
 def cast_floats(tree: Any, dtype: torch.dtype) -> Any:
-    """The nest with its floating tensors in `dtype`; integers, masks and complex numbers untouched.
+    """Return the nest with its floating tensors in `dtype`; integers, masks and complex numbers untouched.
 
     Goes into lists, tuples, dicts, what pytree knows, dict subclasses and dataclasses; copies, never alters.
     """

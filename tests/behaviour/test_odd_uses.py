@@ -214,6 +214,7 @@ def test_a_state_of_another_policy_or_in_pieces_changes_nothing():
     assert amp.loss_scale is scale
 
 
+@pytest.mark.long
 def test_the_doctor_watches_longer_than_the_data_lasts(monkeypatch, capsys):
     monkeypatch.setattr(Batches, "__len__", lambda self: 3)
     assert main(["doctor", "digits-mlp", "--level", "O0", "--steps", "8"]) == 0

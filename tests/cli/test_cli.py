@@ -324,6 +324,7 @@ def test_a_terminal_too_narrow_for_all_columns_gets_two_tables(monkeypatch, caps
     assert heads[1][-1] == "scale"
 
 
+@pytest.mark.long
 def test_the_baseline_of_bench_step_is_1(halfstep):
     given = ("bench", "step", "--parameters", "1e3", "--rounds", "2", "--no-movement")
     code, out, _ = halfstep(*given, "--json")

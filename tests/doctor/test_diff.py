@@ -14,13 +14,13 @@ from halfstep.doctor.edit import is_gone, with_plan, written
 from halfstep.doctor.script import examine_script
 from halfstep.numerics.fault import WORKS, Cause, Fault
 from halfstep.numerics.tape import OpLocation
-from tests.doctor.test_zoo import FAULTS, FIRST, named, run_here
+from tests.doctor.test_zoo import FAULTS, FIRST, cases, named, run_here
 
 #: One for each way to write a cure; the rest belongs to the exhaustive runs.
 DAILY = {
-    "overflow_that_is_swallowed", "adam_in_half", "second_behind_the_first", "distance_of_equal_points",
-    "summed_loss", "updates_lost_to_rounding", "squares_summed_in_half",
+    "overflow_that_is_swallowed", "adam_in_half", "distance_of_equal_points", "updates_lost_to_rounding",
 }  # fmt: skip
+LONG = {"second_behind_the_first", "summed_loss", "squares_summed_in_half"}
 #: Cures that some scripts are too unlike others to be edited for.
 BY_HAND = ("bf16", "full")
 
@@ -42,7 +42,7 @@ def applied(text, diff, path):
 
 @pytest.mark.parametrize(
     "script",
-    [pytest.param(s, id=s.name, marks=() if s.name in DAILY else pytest.mark.exhaustive) for s in FAULTS],
+    cases(FAULTS, DAILY, LONG),
 )
 def test_the_diff_cures_the_fault_or_it_is_said_why_there_is_none(script, tmp_path, monkeypatch):
     path = tmp_path / f"{script.name}.py"

@@ -45,22 +45,22 @@ DAILY = {
     "low_rank_adapters", "line_search", "sparse_embedding", "restart_of_another_schedule",
     "weight_decay_of_three_hundred", "poisoned_padding_row", "rate_in_two_stages",
     "squares_summed_in_half", "entropy_of_a_certain_half",
-    *(script.name for room in (zoo_named, zoo_fields) for script in (*room.SCRIPTS, *room.HEALTHY)),
 }  # fmt: skip
+_REPORTED = [s.name for room in (zoo_named, zoo_fields) for s in (*room.SCRIPTS, *room.HEALTHY)]
+DAILY |= {*_REPORTED[::4]}
+#: Those that CI runs besides.
+LONG = {*_REPORTED} - DAILY
 
 
-#: Those that are run in every way every day: what only a look at a good step shows, a fault behind another,
-#: one that is cured from the start of the run, ones without a value that is not finite.
-EVERY_WAY = {
-    "second_behind_the_first", "overflow_that_is_swallowed", "adam_in_half", "start_up_skips",
-    "learning_rate_spike",
-}  # fmt: skip
+#: Those that are run in every way: what only a look at a good step shows, one that is cured from the start of
+#: the run, ones without a value that is not finite; in CI also a fault behind another and a healthy script.
+EVERY_WAY = {"overflow_that_is_swallowed", "adam_in_half", "learning_rate_spike"}
+EVERY_WAY_LONG = {"second_behind_the_first", "start_up_skips"}
 
 
-def cases(scripts, daily=frozenset(DAILY)):
-    return [
-        pytest.param(s, id=s.name, marks=() if s.name in daily else pytest.mark.exhaustive) for s in scripts
-    ]
+def cases(scripts, daily=frozenset(DAILY), long=frozenset(LONG)):
+    later = {s.name: pytest.mark.long if s.name in long else pytest.mark.exhaustive for s in scripts}
+    return [pytest.param(s, id=s.name, marks=() if s.name in daily else later[s.name]) for s in scripts]
 
 
 def run_here(run, *how):
@@ -155,7 +155,7 @@ def in_processes(script, folder, forked):
         return examine_script(folder / f"{script.name}.py", [], script.steps, 0, copies=False, forked=forked)
 
 
-@pytest.mark.parametrize("script", cases((*FAULTS, *HEALTHY, *QUIET), EVERY_WAY))
+@pytest.mark.parametrize("script", cases((*FAULTS, *HEALTHY, *QUIET), EVERY_WAY, EVERY_WAY_LONG))
 def test_every_way_to_run_again_gives_the_same_verdict(script, tmp_path, monkeypatch):
     by_copies = examine(script, tmp_path, monkeypatch, "copies")
     anew = examine(script, tmp_path, monkeypatch, "anew")
@@ -181,7 +181,7 @@ IN_PLACE = [s for s in FAULTS if len(training_loops(s.text)) == 1 and s.name not
 IN_PLACE_DAILY = {"overflow_that_is_swallowed", "polynomial_schedule_past_its_end", "squares_summed_in_half"}
 
 
-@pytest.mark.parametrize("script", cases(IN_PLACE, IN_PLACE_DAILY))
+@pytest.mark.parametrize("script", cases(IN_PLACE, IN_PLACE_DAILY, set()))
 def test_a_step_traced_in_place_shows_the_same_fault_and_no_other_verdict_on_a_cure(
     script, tmp_path, monkeypatch
 ):

@@ -158,7 +158,12 @@ def run(seeds):
 
 
 def test_a_step_after_any_edit_is_that_of_a_fresh_optimizer():
-    run(range(100))
+    run(range(40))
+
+
+@pytest.mark.long
+def test_so_is_one_of_sixty_more():
+    run(range(40, 100))
 
 
 @pytest.mark.exhaustive

@@ -1,5 +1,6 @@
 """Two ops of one step leave fp16: neither cure works alone, both together do."""
 
+import pytest
 import torch
 from torch import nn
 
@@ -47,6 +48,7 @@ def test_two_cures_that_work_together_alone_are_told_as_one_in_place():
     assert ", and run mul in fp32 at test_pairs.py:" in pair.text
 
 
+@pytest.mark.long
 def test_a_script_whose_step_has_two_faults_gets_both_cures_by_either_way(tmp_path):
     path = tmp_path / "train.py"
     path.write_text(SCRIPT)

@@ -88,7 +88,7 @@ def both(rank, way):
     return plain, clipped, {one: dict(found - plain) for one, found in more.items()}
 
 
-@pytest.mark.parametrize("way", ["DDP", "FSDP2"])
+@pytest.mark.parametrize("way", [pytest.param("DDP", marks=pytest.mark.long), "FSDP2"])
 def test_a_step_adds_one_exchange_of_norms_and_at_fp16_one_flag(way):
     """The exchange says whether all shards are finite; torch's own step asks only where it clips.
 

@@ -134,13 +134,36 @@ def test_gradients_are_kept_of_fp32_alone() -> None:
 def test_what_does_not_fit_is_left_out_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     model = convolutions(0.0)
     optimizer, step, make, batch = trained_by(model)
-    monkeypatch.setattr(engine, "_free", lambda device: 3000.0)
+    monkeypatch.setattr(engine, "_free", lambda device: 6000.0)
     found = search([model], [optimizer], step, batch, make, dtype="bf16", device=torch.device("cpu"))
     assert found.choice.level == "O0"
     needed = sum(p.numel() for p in model.parameters()) * 6 / 1e9
-    assert found.trials[1].failed == f"it needs {needed:.3g} GB beside what is held, and 3e-06 GB are free"
+    assert found.trials[1].failed == f"it needs {needed:.3g} GB beside what is held, and 6e-06 GB are free"
     assert "O2 bf16: it needs" in found.reason
     assert not optimizer.state
+
+
+def test_fp32_that_does_not_fit_is_left_out_by_name() -> None:
+    model = convolutions(0.0)
+    optimizer, step, make, batch = trained_by(model)
+
+    def large(amp: hs.Session, *batch: Tensor) -> Tensor:
+        if amp.level.name == "O0":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return step(amp, *batch)
+
+    found = search([model], [optimizer], large, batch, make, dtype="bf16", device=torch.device("cpu"))
+    assert found.choice.level in ("O1", "O2")
+    assert "O0: CUDA out of memory" in found.reason
+    assert found.trials[0].choice.label == "O1 bf16"
+
+
+def test_nothing_that_fits_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = convolutions(0.0)
+    optimizer, step, make, batch = trained_by(model)
+    monkeypatch.setattr(engine, "_free", lambda device: 3000.0)
+    with pytest.raises(hs.ConfigError, match="no step can be taken at O0: it needs"):
+        search([model], [optimizer], step, batch, make, dtype="bf16", device=torch.device("cpu"))
 
 
 @pytest.mark.parametrize("level", ["O0", "O1"])

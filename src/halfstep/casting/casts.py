@@ -119,14 +119,14 @@ def keep_padding(keyset: Any, args: Args, kwargs: Kwargs) -> bool:
 
 @functools.cache
 def _tensor_places(op: OpOverload) -> tuple[int, ...]:
-    """Positions of the arguments that the schema declares as single tensors."""
+    """Return positions of the arguments that the schema declares as single tensors."""
     return tuple(i for i, a in enumerate(schema_of(op).arguments) if str(a.type) == "Tensor")
 
 
 def runner(
     site: OpOnDevice, row: OpRow | None, compute: torch.dtype, slow: bool, kernels: KernelTable | None = None
 ) -> Runner | None:
-    """The runner for an op whose rule is `row`; None where torch's own behaviour already is that rule.
+    """Return the runner for an op whose rule is `row`; None where torch's own behaviour already is that rule.
 
     `slow`: the device has no fast kernels for `compute`; LOW ops then round their inputs, compute in fp32 and
     round the output, forward and backward. `kernels`: where given, it says so for each op instead.
@@ -198,7 +198,7 @@ def _cast_below(site: OpOnDevice, dtype: torch.dtype, args: Args, kwargs: Kwargs
 
 
 def _run_wide(site: OpOnDevice, wide: set[torch.dtype], args: Args, kwargs: Kwargs) -> Any:
-    """A LOW op of fp64, which all of it then runs in, or of complex numbers, which stay."""
+    """Run a LOW op of fp64, wholly in fp64, or of complex numbers, which stay."""
     return _cast_below(site, _F64, args, kwargs) if _F64 in wide else site.below(args, kwargs)
 
 
@@ -272,7 +272,7 @@ _ADDED: Mapping[str, int] = {
 
 
 def _keep_added(changed: Args, args: Args, added: int | None) -> Args:
-    """The changed arguments, with an fp32 tensor at the position `added` as it was among `args`."""
+    """Return the changed arguments, with an fp32 tensor at the position `added` as it was among `args`."""
     if added is None or added >= len(args) or getattr(args[added], "dtype", None) is not _F32:
         return changed
     return [*changed[:added], args[added], *changed[added + 1 :]]
@@ -330,7 +330,7 @@ def _dtype_argument_runner(site: OpOnDevice) -> Runner:
 
 
 def widest(dtypes: Iterable[torch.dtype]) -> torch.dtype | None:
-    """The dtype that holds all the floating ones of 16 bits or more; None when there is none.
+    """Return the dtype that holds all the floating ones of 16 bits or more; None when there is none.
 
     bf16 and fp16 together give fp32, as torch promotes them.
     """
@@ -366,8 +366,8 @@ def _norm_runner(site: OpOnDevice) -> Runner:
     where the kernel cannot mix the two.
 
     CPU kernels take fp32 parameters beside a 16-bit input, but for `rms_norm`; CUDA's do where there are
-    running statistics in that op. Other parameters are cast to the dtype of these statistics or of the input;
-    beside statistics an fp64 input is, and its result is widened again.
+    running statistics in that op. Other parameters are cast to the dtype of these statistics or of the input.
+    Beside statistics of another dtype that are not fp32, or in fp64, all of it is computed in a wider one.
     """
     positions = _NORM_PARAMETERS[site.name]
     has_statistics = site.name in ("batch_norm", "instance_norm")
@@ -379,10 +379,11 @@ def _norm_runner(site: OpOnDevice) -> Runner:
         x, kept = args[0], args[3] if has_statistics else None
         into = (x if kept is None else kept).dtype
         dtypes = {args[i].dtype for i in positions if i < len(args) and args[i] is not None}
-        if x.dtype is _F64 and {into, *dtypes} != {_F64}:  # as a LOW op: all of it in fp64
-            if kept is None:
-                return site.below(cast_parameters(args, _F64), kwargs)
-            return run(_, [x.to(into), *args[1:]], kwargs).to(_F64)
+        if x.dtype is not into and (into is not _F32 or x.dtype is _F64):
+            wide = _F64 if _F64 in {x.dtype, into} else _F32
+            return _beside_statistics(site, wide, args, kwargs)
+        if x.dtype is _F64 and dtypes - {_F64}:  # as a LOW op: all of it in fp64
+            return site.below(cast_parameters(args, _F64), kwargs)
         if not dtypes - {into} or (mixes and dtypes == {_F32}):
             return site.below(args, kwargs)
         is_low = x.dtype is not _F32 and x.dtype in CASTABLE
@@ -405,8 +406,17 @@ def _norm_runner(site: OpOnDevice) -> Runner:
     return run
 
 
+def _beside_statistics(site: OpOnDevice, dtype: torch.dtype, args: Args, kwargs: Kwargs) -> torch.Tensor:
+    """Run a normalisation in `dtype` and write to its statistics, 4th and 5th of `args`, what they became."""
+    wide = [a.to(dtype) if isinstance(a, torch.Tensor) else a for a in args]
+    out = site.below(wide, kwargs)
+    for kept, new in zip(args[3:5], wide[3:5], strict=True):
+        kept.copy_(new)
+    return out.to(args[0].dtype)
+
+
 def refusal(name: str, reason: str, compute: torch.dtype, remedy: str | None = None) -> BannedOpError:
-    """The error for a banned op, with the remedy."""
+    """Return the error for a banned op, with the remedy."""
     remedy = remedy or REMEDIES.get(
         name, f"call it outside the region, or allow it: policy.with_rules(full=[{name!r}]) or low, keep"
     )
@@ -420,7 +430,7 @@ def _refuse(name: str, reason: str, compute: torch.dtype, _: Any, args: Args, kw
 def _refuse_in_place(
     site: OpOnDevice, reason: str, compute: torch.dtype, keyset: Any, args: Args, kwargs: Kwargs
 ) -> Any:
-    """An op in place that must not round its result to 16 bits: refused on such tensors alone."""
+    """Refuse an op in place on 16-bit tensors, to which it must not round its result."""
     if _dtypes(args, kwargs) & {torch.float16, torch.bfloat16}:
         raise refusal(f"{site.name} on 16 bits", reason, compute, REMEDIES.get(site.name))
     return site.untouched(keyset, args, kwargs)

@@ -50,7 +50,7 @@ _dynamo_traces_autocast = constant_when_traced(torch_private.dynamo_traces_autoc
 
 
 def _kernels_around() -> KernelTable:
-    """The kernels of the region around this one, else the default."""
+    """Return the kernels of the region around this one, else the default."""
     for entered in reversed(state.thread().entered):
         if entered.setting.kernels is not None:
             return entered.setting.kernels
@@ -235,7 +235,7 @@ def _decorate_async_generator(function: Callable[..., Any], arguments: tuple[Any
 
 
 def disabled(device_type: str | None = None) -> autocast:
-    """A region that casts nothing: `autocast(device_type, enabled=False)`."""
+    """Return a region that casts nothing: `autocast(device_type, enabled=False)`."""
     return autocast(device_type, enabled=False)
 
 
@@ -252,7 +252,7 @@ def active_policy(device_type: str | None = None) -> Policy | None:
 
 @constant_when_traced
 def traced_policy(device_type: str | None) -> Policy | None:
-    """The policy of the region that the code Dynamo traces is in, which is in no thread's list."""
+    """Return the policy of the region that the code Dynamo traces is in, which is in no thread's list."""
     setting = regions.in_force(devices.resolve(device_type).type)
     return None if setting is None else setting.policy
 

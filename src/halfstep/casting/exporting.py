@@ -57,7 +57,7 @@ def record_casts() -> None:
 
 
 def _run_for(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Runner | None:
-    """What the region does with an op; None where it leaves the op alone, or there is none of ours."""
+    """Return what the region does with an op; None where it leaves the op alone, or there is none of ours."""
     for device_type in dict.fromkeys(t.device.type for t in tensors_of((*args, *kwargs.values()))):
         setting = regions.in_force(device_type)
         if setting is not None:

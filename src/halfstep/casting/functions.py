@@ -61,7 +61,7 @@ def _rule(name: str, device_type: str) -> tuple[OpRow | None, torch.dtype]:
 
 
 def cast_arguments(row: OpRow, compute: torch.dtype, args: Args, kwargs: Kwargs) -> tuple[Any, Any]:
-    """The arguments of an own Python function, trees included, cast as its rule says.
+    """Return the arguments of an own Python function, trees included, cast as its rule says.
 
     Raises:
         BannedOpError: the rule is BANNED.
@@ -91,7 +91,7 @@ def cast_arguments(row: OpRow, compute: torch.dtype, args: Args, kwargs: Kwargs)
 
 
 def _here(device_type: str) -> Callable[[], Any]:
-    """What enters again the region, ours or torch's, that is in force now."""
+    """Return what enters again the region, ours or torch's, that is in force now."""
     setting = regions.in_force(device_type)
     if setting is not None:
         return functools.partial(autocast, device_type, policy=setting.policy, kernels=setting.kernels)

@@ -76,12 +76,12 @@ class Row:
 
 
 def directions(needs: str) -> tuple[str, ...]:
-    """The directions that run where `needs` says what needs a gradient."""
+    """Return the directions that run where `needs` says what needs a gradient."""
     return ("forward", *(d for d in ("input", "weight") if d[0] in needs))
 
 
 def decide(times: Mapping[str, Times], overhead: float, margin: float = MARGIN) -> tuple[Choice, str]:
-    """The choice that follows from measured times by direction, and its reason.
+    """Return the choice that follows from measured times by direction, and its reason.
 
     A direction leaves `native` for the fastest other way where that takes at most `margin` of native's time.
     Leaving costs `overhead` seconds once an op (Python stands around the kernels then): where all that is won
@@ -105,7 +105,7 @@ def decide(times: Mapping[str, Times], overhead: float, margin: float = MARGIN) 
 
 
 def decide_whole(times: Mapping[str, Times], overhead: float, margin: float = MARGIN) -> tuple[Choice, str]:
-    """The same for an op that is rounded in every direction or in none."""
+    """Return the same for an op that is rounded in every direction or in none."""
     native, ours = ([row.get(name) for row in times.values() if row] for name in ("native", "rounded"))
     theirs = sum(math.inf if t is None else t for t in native)
     taken = sum(math.inf if t is None else t for t in ours)
@@ -149,11 +149,11 @@ class KernelTable:
         return f"KernelTable({self.name!r}: {len(rows)} rows, {other} of them another way than native)"
 
     def choose(self, cls: OpClass, needs: str) -> Choice:
-        """The choice for a class: known, by the first fitting open row, or measured now."""
+        """Return the choice for a class: known, by the first fitting open row, or measured now."""
         return self.row(cls, needs).choice
 
     def row(self, cls: OpClass, needs: str) -> Row:
-        """The same with its reason."""
+        """Return the same with its reason."""
         with self._lock:
             key = cls, needs
             fitting = (row for row in self._open if row.fits(cls, needs))
@@ -189,7 +189,7 @@ class KernelTable:
         return self._measure is not None
 
     def pinned(self, rows: Iterable[Row]) -> KernelTable:
-        """A table with these choices that goes on as this one for classes they do not speak of.
+        """Return a table with these choices that goes on as this one for classes they do not speak of.
 
         It is this one where they are its own: each table is held for good by the regions that ran under it.
         """
@@ -257,7 +257,7 @@ def _check(number: int, key: str, given: str | None, known: Collection[str]) -> 
 
 
 def to_plain(rows: Iterable[Row]) -> list[dict[str, Any]]:
-    """Rows as dicts of strings and numbers, for a state dict or TOML."""
+    """Return rows as dicts of strings and numbers, for a state dict or TOML."""
     return [
         {name: getattr(row, name) for name in _FIELDS if getattr(row, name) is not None}
         | {name: getattr(row.choice, name) for name in DIRECTIONS}
@@ -267,7 +267,7 @@ def to_plain(rows: Iterable[Row]) -> list[dict[str, Any]]:
 
 
 def from_plain(values: object) -> tuple[Row, ...]:
-    """The rows of `to_plain`.
+    """Return the rows of `to_plain`.
 
     Raises:
         ValueError: what is not such rows; the message says which entry and why.
@@ -297,7 +297,7 @@ def _row(number: int, value: object) -> Row:
 
 
 def read_toml(path: str | Path) -> tuple[Row, ...]:
-    """The rows of a TOML file.
+    """Return the rows of a TOML file.
 
     Raises:
         ConfigError: a file that cannot be read, or rows that cannot.
@@ -332,7 +332,7 @@ def install_measured(table: KernelTable) -> None:
 
 
 def table_of(kernels: Kernels = None) -> KernelTable:
-    """The table that a word, a path or None names; None asks the environment, else takes `measured`.
+    """Return the table that a word, a path or None names; None asks the environment, else takes `measured`.
 
     Raises:
         ConfigError: neither a word nor a readable file of choices.
@@ -369,7 +369,7 @@ def saved(table: KernelTable) -> list[dict[str, Any]]:
 
 
 def restored(state: object, own: KernelTable) -> KernelTable:
-    """The table of a saved session: its choices, and its rest.
+    """Return the table of a saved session: its choices, and its rest.
 
     A saved session that measured goes on measuring the classes it never met: by `own` where that measures, or
     where ranks must agree; by this machine otherwise.

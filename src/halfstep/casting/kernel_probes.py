@@ -41,7 +41,7 @@ Region = Callable[..., AbstractContextManager[Any]]
 
 
 def all_classes(dtype: str, threads: int) -> tuple[OpClass, ...]:
-    """Every class there is of one dtype."""
+    """Return every class there is of one dtype."""
     return tuple(
         OpClass(op, dtype, geometry, size, threads)
         for op, kind in KINDS.items()
@@ -76,7 +76,7 @@ class Taken(NamedTuple):
 
 
 def take(candidates: Mapping[str, Call], threads: int, skip: frozenset[str] = frozenset()) -> Taken:
-    """A race of ops on so many threads; None for those skipped too.
+    """Time candidates against each other on so many threads; None for those skipped too.
 
     Where other programs hold the cores, several threads cannot be timed: those of one thread stand in.
     """
@@ -124,7 +124,7 @@ def time_layer(region: Region, cls: OpClass, needs: str, choice: Choice) -> Take
 
 
 def _run_overhead() -> Taken:
-    """Seconds that one op through an autograd Function of ours takes beyond torch's own, both ways."""
+    """Return seconds that one op through an autograd Function of ours takes beyond torch's own, both ways."""
     x, weight = (values_of((8, 8), torch.bfloat16, seed).requires_grad_() for seed in (1, 2))
     ones = torch.ones(8, 8, dtype=torch.bfloat16, device="cpu")
 
@@ -160,7 +160,7 @@ class Measurements:
         self.probes = 0
 
     def times(self, cls: OpClass, direction: str) -> Times:
-        """Seconds by implementation of one direction of a class."""
+        """Return seconds by implementation of one direction of a class."""
         if direction == "weight" and KINDS[cls.op].one_backward:
             return {}
         key = "|".join((cls.op, cls.dtype, cls.geometry, cls.size, str(cls.threads), direction))
@@ -169,12 +169,12 @@ class Measurements:
             return found or self._measured(key, self._run, cls, direction, self._hopeless(cls, direction))
 
     def known(self) -> Mapping[str, Times]:
-        """What was measured so far, here or in an earlier process; measures nothing."""
+        """Return what was measured so far, here or in an earlier process; measures nothing."""
         with self._lock:
             return dict(self._load())
 
     def overhead(self) -> float:
-        """Seconds that leaving torch's own dispatch costs an op."""
+        """Return seconds that leaving torch's own dispatch costs an op."""
         with self._lock:
             found = self._load().get("overhead") or self._measured("overhead", _run_overhead)
         return found["native"] or 0.0
@@ -235,6 +235,6 @@ measurements = Measurements(times_file)
 
 
 def measured_table(region: Region) -> KernelTable:
-    """A table that asks this machine; `region` is autocast, in which layers are timed."""
+    """Return a table that asks this machine; `region` is autocast, in which layers are timed."""
     pays = functools.partial(measurements.pays, region)
     return KernelTable((), measurements.times, measurements.overhead, "measured", pays=pays)

@@ -43,7 +43,7 @@ def stood_in_line() -> float:
 
 
 def race(candidates: Mapping[str, Call], clock: Clock = CLOCK) -> dict[str, float]:
-    """The shortest time of each candidate that can run, in seconds; runs interleaved.
+    """Return the shortest time of each candidate that can run, in seconds; runs interleaved.
 
     The likely fast ones come first. One that is far slower than the best so far is run once, or twice where
     its first run was short enough to have been spent on preparing the kernel.

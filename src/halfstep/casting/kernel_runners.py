@@ -33,7 +33,7 @@ _KEPT = 4096
 
 
 def class_of(op: str, geometry: str, work: float, dtype: torch.dtype) -> OpClass:
-    """The class of so much work by an op in a compute dtype, with torch's threads as they are now."""
+    """Return the class of so much work by an op in a compute dtype, with torch's threads as they are now."""
     known = sizes(geometry)
     size = known[min(sum(work >= limit for limit in KINDS[op].limits), len(known) - 1)]
     return OpClass(op, dtype_name(dtype), geometry, size, _threads())
@@ -46,7 +46,7 @@ _STANDS_FOR = {name: op for op, kind in KINDS.items() for name in kind.stands_fo
 
 
 def tensors_of(values: Iterable[Any]) -> list[Tensor]:
-    """The tensors among arguments, one level of lists deep (no op takes more)."""
+    """Return the tensors among arguments, one level of lists deep (no op takes more)."""
     found: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
@@ -107,7 +107,7 @@ _SIMPLE = frozenset({int, float, bool, str, type(None)})
 
 
 def _key(args: Any, kwargs: Mapping[str, Any]) -> tuple[Any, ...] | None:
-    """All that a choice hangs on; None where an argument is no ordinary tensor."""
+    """Return all that a choice hangs on; None where an argument is no ordinary tensor."""
     parts: list[Any] = [_grad(), _threads()]
     for a in args:
         kind = type(a)
@@ -139,7 +139,7 @@ def chosen(
     rounded: Runner,
     straight: Callable[..., Any] | None,
 ) -> Runner:
-    """The runner of a LOW op on a CPU.
+    """Return the runner of a LOW op on a CPU.
 
     `name`: of the overload; `under(call, ...)` makes a call with autocast out of the way; `native` and
     `rounded` run the op whole, whatever its arguments; `straight` is `native` where all of them can be cast.

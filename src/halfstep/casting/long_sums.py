@@ -115,7 +115,7 @@ def _sum_repeats(call: Call, x: Tensor, dtype: torch.dtype | None = None, **kwar
 
 
 def _overlap(sizes: Sequence[int], steps: Sequence[int] = ()) -> int:
-    """How many windows of these sizes, so many steps apart, hold the same element."""
+    """Return how many windows of these sizes, so many steps apart, hold the same element."""
     return math.prod(-(-size // step) for size, step in zip(sizes, steps or sizes, strict=True))
 
 
@@ -330,6 +330,24 @@ def _affine_in_fp32(
     return call(*(_wide(a) if i in places and _is_low(a) else a for i, a in enumerate(args)), **kw)
 
 
+#: Torch's 16-bit kernel adds image by image in fp32, its fp32 kernel in blocks: so many lose a unit of fp16.
+_IMAGES = 2**13
+
+
+def _batch_norm(call: Call, x: Tensor, *args: Any) -> Tensor:
+    """Run it beside fp32 parameters; on an fp32 copy where a sum over images is too long for that kernel."""
+    if not _is_low(x) or x.dim() < 3 or len(x) <= _IMAGES:
+        return _affine_in_fp32((1, 2), 3, call, x, *args)
+    saved = SavedLow()
+    with saved:
+        wide = [_wide(a) if isinstance(a, Tensor) else a for a in args]
+        out = call(saved.remember(x.to(F32), x), *wide)
+    for kept, new in zip(args[2:4], wide[2:4], strict=True):
+        if _is_low(kept):
+            kept.copy_(new)
+    return out.to(x.dtype)
+
+
 # --- look-ups in tables ------------------------------------------------------------------------------------
 
 
@@ -373,7 +391,7 @@ class Rows(torch.autograd.Function):
     @staticmethod
     @not_compiled
     def backward(ctx: Any, *grad_outputs: Tensor) -> Grads:
-        """The table's gradient, of its shape."""
+        """Return the table's gradient, of its shape."""
         (index,) = ctx.saved_tensors
         args = grad_outputs[0], index, ctx.shape, ctx.padding, ctx.by_frequency
         sums = RowSums.apply(*args) if torch.is_grad_enabled() else _row_sums(*args)
@@ -406,7 +424,7 @@ class RowSums(torch.autograd.Function):
     @staticmethod
     @not_compiled
     def backward(ctx: Any, *grad_outputs: Tensor) -> Grads:
-        """Rows of the gradient's gradient."""
+        """Return rows of the gradient's gradient."""
         if ctx.by_frequency:
             raise RuntimeError("an embedding with scale_grad_by_freq has no second derivative, in torch too")
         (index,) = ctx.saved_tensors
@@ -499,7 +517,7 @@ def _embedding_bag(
 _SUMS: Mapping[str, Callable[..., Any]] = {
     "layer_norm": _layer_norm,
     "native_layer_norm": _native_layer_norm,
-    "batch_norm": functools.partial(_affine_in_fp32, (1, 2), 3),
+    "batch_norm": _batch_norm,
     "instance_norm": functools.partial(_affine_in_fp32, (1, 2), 3),
     "group_norm": functools.partial(_affine_in_fp32, (2, 3), None),
     "embedding": _embedding,

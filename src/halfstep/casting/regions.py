@@ -68,7 +68,7 @@ _COMPUTE = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def readable(policy: Any) -> str | Policy | None:
-    """A policy as `resolve` takes it; a dict becomes its text. ConfigError for anything else."""
+    """Return a policy as `resolve` takes it; a dict becomes its text. ConfigError for anything else."""
     if policy is None or isinstance(policy, (str, Policy)):
         return policy
     if isinstance(policy, Mapping):
@@ -98,7 +98,7 @@ def resolve(
 
 @functools.lru_cache(maxsize=512)
 def setting_for(device_type: str, policy: Policy, kernels: KernelTable) -> Setting:
-    """The setting of a policy on a device type.
+    """Return the setting of a policy on a device type.
 
     With compute dtype fp32 nothing is cast: the region switches autocast off.
 
@@ -125,7 +125,7 @@ def setting_for(device_type: str, policy: Policy, kernels: KernelTable) -> Setti
 
 
 def ready(setting: Setting) -> Setting:
-    """The same setting, its kernels registered."""
+    """Return the same setting, its kernels registered."""
     if setting not in _ready:
         with _registry:
             for op in setting.ops:
@@ -163,7 +163,7 @@ def _runners(
 
 
 def _native_rows(device_type: str) -> Mapping[str, ops.OpRow]:
-    """What torch's own Autocast kernels do, for the device types whose lists are known."""
+    """Return what torch's own Autocast kernels do, for the device types whose lists are known."""
     return ops.rows("torch", device_type) if device_type in ("cpu", "cuda") else {}
 
 
@@ -197,13 +197,13 @@ _libraries: dict[str, torch.library.Library] = {}
 
 
 def key_name(device_type: str) -> str:
-    """The dispatch key at which a device type's regions work."""
+    """Return the dispatch key at which a device type's regions work."""
     own = torch.device("privateuseone").type
     return f"Autocast{'PrivateUse1' if device_type == own else device_type.upper()}"
 
 
 def _site(op: OpOverload, device_type: str) -> OpOnDevice:
-    """The site of an op, with torch's own kernel as it was before ours was registered."""
+    """Return the site of an op, with torch's own kernel as it was before ours was registered."""
     found = _sites.get((op, device_type))
     if found is None:
         name, native, rule = key_name(device_type), None, None
@@ -244,7 +244,7 @@ def release() -> None:
 
 
 def _kernel(site: OpOnDevice) -> Callable[..., Any]:
-    """The kernel registered for an op: under our policy its runner, else what torch alone would do."""
+    """Return the kernel registered for an op: under our policy its runner, else what torch alone would do."""
     op, device_type = site.op.name(), site.device_type
     local, task = _local, graph_task
     deeper, back = torch.autocast_increment_nesting, torch.autocast_decrement_nesting
@@ -314,7 +314,7 @@ _PythonNode = torch.autograd.function.BackwardCFunction
 
 
 def _first_node() -> Any:
-    """The running autograd node that forward made.
+    """Return the running autograd node that forward made.
 
     Reentrant checkpointing runs a backward inside the backward of a Python Function, through a graph made on
     the spot; the outermost such Function on the stack is of the graph that forward made.
@@ -391,7 +391,7 @@ def _is_switched_to(setting: Setting) -> bool:
 
 
 def found_by(owner: object, setting: Setting) -> Entered:
-    """What a region finds that is about to be entered; nothing is changed but kernels registered."""
+    """Return what a region finds that is about to be entered; nothing is changed but kernels registered."""
     here = _local.thread
     if setting not in _ready:
         ready(setting)
@@ -420,7 +420,7 @@ def leave(found: Entered) -> None:
 
 
 def entered_by(owner: object) -> Entered:
-    """The innermost region of this thread that is the owner's."""
+    """Return the innermost region of this thread that is the owner's."""
     return next(one for one in reversed(_local.thread.entered) if one.owner is owner)
 
 

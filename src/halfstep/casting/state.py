@@ -134,12 +134,12 @@ _shown: contextvars.ContextVar[Thread] = contextvars.ContextVar("halfstep.castin
 
 
 def thread() -> Thread:
-    """The regions of the calling thread."""
+    """Return the regions of the calling thread."""
     return _local.thread
 
 
 def caller() -> Thread:
-    """The regions of the thread that called the backward that runs, on this thread or on another."""
+    """Return the regions of the thread that called the backward that runs, on this thread or on another."""
     here = _local.thread
     if here.shown:
         return here
@@ -158,7 +158,7 @@ def nesting() -> int:
 
 
 def standing(switch: Switch) -> Switch:
-    """How torch stands where `turn(switch)` would change it. Dynamo traces both."""
+    """Return torch's setting where `turn(switch)` would change it. Dynamo traces both."""
     is_on, dtype_of = torch.is_autocast_enabled, torch.get_autocast_dtype
     kinds = [(kind, is_on(kind), dtype_of(kind)) for kind, _, _ in switch[0]]
     return tuple(kinds), torch.is_autocast_cache_enabled()

@@ -45,7 +45,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def _parsed(name: str, command: Callable[..., int | None], rest: Sequence[str]) -> Callable[[], int | None]:
-    """The command with its arguments filled in, or what does nothing where help was asked.
+    """Return the command with its arguments filled in, or what does nothing where help was asked.
 
     Raises:
         ConfigError: wrong arguments.
@@ -69,7 +69,7 @@ def _parsed(name: str, command: Callable[..., int | None], rest: Sequence[str]) 
 
 
 def _own_options(name: str, rest: Sequence[str], said: str) -> str:
-    """What to write where a script was given options of its own among ours."""
+    """Return what to write where a script was given options of its own among ours."""
     script = next((word for word in rest if word.endswith(".py")), None)
     head, _, unknown = said.partition("Unrecognized options: ")
     if head or not unknown or script is None or name == "train":
@@ -98,7 +98,7 @@ _NO_NUMBER = re.compile(r"Error parsing (--[\w-]+): .*(int\(\)|INT|float).*'([^'
 
 
 def _plain(said: str) -> str:
-    """What tyro says of Python types, in words."""
+    """Return tyro's message with Python types in words."""
     found = _NO_NUMBER.match(said)
     if found is None:
         return said.removesuffix(" (required)")

@@ -214,7 +214,7 @@ class ForeignScript:
 
 
 def _scaled(roots: Sequence[Tensor], gradients: Any, scale: float) -> list[Tensor | None]:
-    """What backward begins with, times the scale; None for a root that needs a gradient given."""
+    """Return what backward begins with, times the scale; None for a root that needs a gradient given."""
     given = [gradients] if gradients is None or isinstance(gradients, Tensor) else gradients
     given = [None] * len(roots) if gradients is None else given
     return [

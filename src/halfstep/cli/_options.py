@@ -14,7 +14,7 @@ from halfstep.errors import ConfigError
 
 
 def shown(value: str, **more: Any) -> object:
-    """An annotation that names the value of an option, as in `--steps COUNT`."""
+    """Return an annotation that names the value of an option, as in `--steps COUNT`."""
     return tyro.conf.arg(metavar=value, help_behavior_hint=_hint, **more)
 
 

@@ -26,7 +26,7 @@ class _Quiet(Console):
 
 
 def console(stderr: bool = False) -> Console:
-    """A rich console; where there is no terminal (and no COLUMNS) lines are left long, not cut."""
+    """Return a rich console; where there is no terminal (and no COLUMNS) lines are left long, not cut."""
     stream = sys.stderr if stderr else sys.stdout
     wide = None if stream.isatty() or os.environ.get("COLUMNS") else 160
     return _Quiet(stderr=stderr, width=wide, highlight=False)
@@ -35,7 +35,7 @@ def console(stderr: bool = False) -> Console:
 def table(
     title: str, columns: Sequence[str], rows: Sequence[Sequence[str | Text]], right: str = "", keys: int = 1
 ) -> Group:
-    """A plain table; `right` names, separated by commas, the columns that hold numbers.
+    """Return a plain table; `right` names, separated by commas, the columns that hold numbers.
 
     Where the terminal is too narrow for all columns, several tables: each begins with the first `keys` ones.
     """

@@ -98,7 +98,7 @@ class Run:
     convolutions: bool = False
 
     def beside(self, base: Run) -> Trial:
-        """The trial, with how far its first step is from that of the run in fp32."""
+        """Return the trial, with how far its first step is from that of the run in fp32."""
         loss, gradient = self.first.distance(base.first)
         return replace(self.trial, loss_error=loss, gradient_error=gradient)
 
@@ -200,7 +200,7 @@ class _Timer:
         return f"it took {taken}, and {WARM + 1} are needed"
 
     def seen(self) -> Run:
-        """What goes back to the command."""
+        """Return what goes back to the command."""
         steps = [b - a for a, b in zip(self.ends, self.ends[1:])][WARM - 1 :]
         trial = Trial(self.choice, (median(steps),))
         if self.foreign is not None:

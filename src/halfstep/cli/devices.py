@@ -117,7 +117,7 @@ def _bring_up(module: str) -> None:
 
 
 def _check(device: str, levels: str, dtypes: str, policy: str, only: str, json: bool) -> int:
-    """The conformance battery: 0 where nothing fails, 1 otherwise."""
+    """Run the conformance battery; return 0 where nothing fails, 1 otherwise."""
     with without_remarks():
         wanted = dtypes.split(",") if dtypes else None
         checks = list(
@@ -148,7 +148,7 @@ def _print_checks(device: str, checks: list[Check]) -> None:
 
 
 def _probe(device: torch.device, text: str, dtype: str) -> list[Observed]:
-    """What a region of ours does on `device` with every op of the table."""
+    """Return what a region of ours does on `device` with every op of the table."""
     named = Policy.parse(text)
     low = parse_dtype(dtype) if dtype else devices.default_dtype(device)
     policy = named.with_dtype(low) if dtype or text in TABLES else named
@@ -162,7 +162,7 @@ def _probe(device: torch.device, text: str, dtype: str) -> list[Observed]:
 
 
 def _facts(device: torch.device) -> dict[str, Any]:
-    """All that is known of a device, as JSON."""
+    """Return all that is known of a device, as JSON."""
     known = {name: devices.capability(device, name) for name in _DTYPES}
     return {
         "device": str(device),
@@ -201,7 +201,7 @@ def _print_device(device: torch.device, facts: dict[str, Any]) -> None:
 
 
 def _kernels(device: torch.device, dtype: str) -> list[KernelFact]:
-    """How each kind of LOW op runs on this machine; only CPUs have a choice."""
+    """Return how each kind of LOW op runs on this machine; only CPUs have a choice."""
     if device.type != "cpu":
         return []
     wanted = [parse_dtype(dtype)] if dtype else [torch.bfloat16, torch.float16]
@@ -227,7 +227,7 @@ def _print_kernels(device: torch.device, ways: list[KernelFact]) -> None:
 
 
 def _way(f: KernelFact) -> str:
-    """What native takes, and where another way is taken, what that takes."""
+    """Return what native takes, and where another way is taken, what that takes."""
     if f.taken is None:
         return f.implementation
     if f.implementation == "native":

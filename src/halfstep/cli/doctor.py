@@ -103,7 +103,7 @@ def run(
 def _examine_script(
     path: Path, args: Sequence[str], steps: int, seed: int, diff: bool, plan: bool
 ) -> Document | None:
-    """What all ranks of torchrun found, on rank 0; None on the others, which have nothing to say."""
+    """Return what all ranks of torchrun found, on rank 0; None on the others, which have nothing to say."""
     with joined(torch.device("cpu")):
         try:
             document = examine_script(path, args, steps, seed, forked=can_copy(), diff=diff, plan=plan)

@@ -51,7 +51,7 @@ def run(
 
 
 def parse_number(text: str) -> float | Fraction:
-    """The number that was written, exactly; a float for nan, infinities and zeros.
+    """Return the number that was written, exactly; a float for nan, infinities and zeros.
 
     Raises:
         ConfigError: it is no number, or one with more digits than anybody means.
@@ -119,7 +119,7 @@ def _value_cells(s: Stored) -> list[str | Text]:
 
 
 def explain(s: Stored) -> str:
-    """What a format did to a number, in a few words."""
+    """Return what a format did to a number, in a few words."""
     f = s.format
     texts = {
         "exact": "exact",

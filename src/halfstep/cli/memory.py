@@ -86,7 +86,7 @@ def run(
 
 
 def format_bytes(size: int) -> str:
-    """Bytes as people write them: MB of 10^6, GB of 10^9."""
+    """Return bytes as people write them: MB of 10^6, GB of 10^9."""
     value, unit = (size / 1e9, "GB") if size >= 1e9 else (size / 1e6, "MB")
     return f"{value:,.0f} {unit}" if value >= 100 else f"{value:.3g} {unit}"
 

@@ -167,7 +167,7 @@ class _Precisions:
         )
 
     def settings(self, recipe: Recipe, device: torch.device, data: str | None) -> list[TrainSetting]:
-        """What one recipe is trained at; level auto is measured now."""
+        """Return what one recipe is trained at; level auto is measured now."""
         found: list[TrainSetting] = []
         for level in self.levels:
             if level == "O0":
@@ -187,7 +187,7 @@ class _Precisions:
 
 
 def _plan(file: Path | None) -> Plan | None:
-    """The rules of a file; ConfigError where it holds a level as well, which only hs.prepare reads."""
+    """Return the rules of a file; ConfigError where it holds a level as well, which only hs.prepare reads."""
     plan = None if file is None else Plan.read(file)
     if plan is not None and plan.settings is not None:
         raise ConfigError(

@@ -162,7 +162,7 @@ MODELS = {
 
 
 def _gradients(model: nn.Module, scale: float = 1.0) -> Tensor:
-    """All gradients as one fp32 vector on the CPU, the loss scale divided out."""
+    """Return all gradients as one fp32 vector on the CPU, the loss scale divided out."""
     return torch.cat(
         [p.grad.float().cpu().flatten() / scale for p in model.parameters() if p.grad is not None]
     )
@@ -242,7 +242,7 @@ def _gradient_cases() -> Iterator[tuple[str, list[Tensor]]]:
 
 
 def _finite_check(at: torch.device) -> Outcome:
-    """The device's finite-check-and-unscale against the plain one on the CPU, bit for bit."""
+    """Compare the device's finite-check-and-unscale with the plain one on the CPU, bit for bit."""
     declared = [torch.float32] + [d for d in TOLERANCES if devices.capability(at, d).status != "absent"]
     for dtype in declared:
         for name, grads in _gradient_cases():
@@ -262,7 +262,7 @@ def _finite_check(at: torch.device) -> Outcome:
 
 
 def _scale_update(at: torch.device) -> Outcome:
-    """The vendor's scale update against the rule, over growth, backoff and a run of both."""
+    """Compare the vendor's scale update with the rule, over growth, backoff and a run of both."""
     kernel = devices.declared(at.type).update_scale
     if kernel is None:
         return "falls back", "no kernel registered; ordinary ops do it"

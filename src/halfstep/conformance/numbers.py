@@ -54,7 +54,7 @@ def checks() -> Iterator[tuple[str, Numbers]]:
 
 
 def _unit(low: torch.dtype) -> float:
-    """The unit roundoff: half the spacing above 1."""
+    """Return the unit roundoff: half the spacing above 1."""
     return format_of(low).epsilon / 2
 
 
@@ -63,7 +63,7 @@ def _uniform(low: torch.dtype, *shape: int) -> Tensor:
 
 
 def _error(got: Tensor, exact: Tensor) -> float:
-    """The largest difference, relative to the largest exact value."""
+    """Return the largest difference, relative to the largest exact value."""
     return float((got.detach().cpu().double() - exact).abs().max() / exact.abs().max())
 
 
@@ -105,7 +105,7 @@ def _gradients(op: Any, shapes: Any, at: torch.device | str, dtype: torch.dtype)
 
 
 def _product(at: torch.device, low: torch.dtype, left: list[float], right: list[float]) -> float:
-    """The inner product of two lists that the dtype holds exactly, as a 1x1 matrix product."""
+    """Return the inner product of two lists that the dtype holds exactly, as a 1x1 matrix product."""
     a, b = (torch.tensor([each], dtype=torch.float64).to(low) for each in (left, right))
     return float((a.to(at) @ b.T.contiguous().to(at)).cpu().double())
 
@@ -155,7 +155,7 @@ def _specials(at: torch.device, low: torch.dtype) -> Outcome:
 
 
 def _subnormals(at: torch.device, low: torch.dtype) -> Outcome:
-    """The smallest numbers survive casts both ways, an addition, a product and a matrix product."""
+    """Check that the smallest numbers survive casts both ways, additions, products and matrix products."""
     smallest = float(torch.finfo(low).smallest_normal) * format_of(low).epsilon
     values = torch.arange(1, 9, dtype=torch.float64) * smallest
     cast = values.float().to(at).to(low)
@@ -187,7 +187,7 @@ def _ties(at: torch.device, low: torch.dtype) -> Outcome:
 
 
 def _format(at: torch.device, low: torch.dtype) -> Outcome:
-    """The values that tell fp16 from bf16, in memory and in a matrix product."""
+    """Check values that differ in fp16 and bf16, in memory and in a matrix product."""
     e, top = format_of(low).epsilon, float(torch.finfo(low).max)
     small = float(torch.finfo(low).smallest_normal)
     values = [1 + e, top, small, -1 - e]

@@ -42,7 +42,7 @@ class _Make:
         return (torch.arange(count) % 2).reshape(shape).to(self._device)
 
     def eye(self, n: int) -> Tensor:
-        """A symmetric positive definite n x n matrix."""
+        """Return a symmetric positive definite n x n matrix."""
         return torch.eye(n).to(device=self._device, dtype=self._dtype) * 2
 
     def sign(self, *shape: int) -> Tensor:
@@ -114,7 +114,7 @@ def _full_convolution(m: _Make) -> tuple[Any, ...]:
 
 
 def _corners(m: _Make) -> Tensor:
-    """Where the largest of each quarter of a 4 x 4 image was, one channel."""
+    """Return where the largest of each quarter of a 4 x 4 image was, one channel."""
     return (m.i(1, 2, 2) * 2) + torch.tensor([[0], [8]]).to(m.t(1).device)
 
 

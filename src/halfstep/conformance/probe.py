@@ -78,7 +78,7 @@ def _real(dtype: torch.dtype) -> torch.dtype:
 
 
 def _dtypes(tree: Any) -> tuple[torch.dtype, ...]:
-    """The floating dtypes of the tensors in a tree, complex ones by their parts, widest last."""
+    """Return the floating dtypes of the tensors in a tree, complex ones by their parts, widest last."""
     leaves = {_real(t.dtype) for t in tensors_in(tree)}
     return tuple(d for d in _FLOATING if d in leaves)
 
@@ -182,7 +182,7 @@ def _fails_plainly(name: str, device: torch.device | str) -> bool:
 
 
 def _first_line(error: Exception) -> str:
-    """The first sentence of torch's message; the lists of backends after it help nobody."""
+    """Return the first sentence of torch's message; the lists of backends after it help nobody."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[0].partition(". ")[0][:160]
 

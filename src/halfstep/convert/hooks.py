@@ -66,14 +66,18 @@ class CastInputs:
 
 
 class CastOutputs:
-    """Forward hook: floating outputs to `dtype`."""
+    """Forward hook: floating outputs to `dtype`; `only_in_regions`: where the ops that follow cast too."""
 
-    def __init__(self, power: Power, dtype: torch.dtype) -> None:
-        self.power, self.dtype = power, dtype
+    def __init__(self, power: Power, dtype: torch.dtype, only_in_regions: bool = False) -> None:
+        self.power, self.dtype, self.only_in_regions = power, dtype, only_in_regions
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Return the output in place of the module's own."""
-        return cast_floats(output, self.dtype) if self.power.on else None
+        if not self.power.on or (
+            self.only_in_regions and not torch.is_autocast_enabled(first_device((output, args)))
+        ):
+            return None
+        return cast_floats(output, self.dtype)
 
 
 class CastToWeight:
@@ -130,7 +134,7 @@ class Around:
         ]
 
     def opened(self) -> ExitStack:
-        """What `leave` closes."""
+        """Return what `leave` closes."""
         stack = ExitStack()
         self._open.setdefault(threading.get_ident(), []).append(stack)
         return stack
@@ -209,7 +213,7 @@ class InRegion(Around):
 
 
 def _region(device_type: str, dtype: torch.dtype) -> autocast:
-    """The region inside: off, or in 16 bits one that lifts nothing; slow dtypes run as in autocast."""
+    """Return the region inside: off, or in 16 bits one that lifts nothing; slow dtypes run as in autocast."""
     if dtype not in LOW_DTYPES:
         return autocast(device_type, enabled=False)
     return autocast(device_type, policy=Policy(compute_dtype=dtype, table="low"))
@@ -353,7 +357,7 @@ class _ToFloat(Inside):
 
 
 def own_dtype(module: nn.Module) -> torch.dtype | None:
-    """The dtype that `to_float` gave a module, or None."""
+    """Return the dtype that `to_float` gave a module, or None."""
     for hook in hooks_of(module)[0].values():
         owner = getattr(hook, "__self__", None)
         if isinstance(owner, _ToFloat):

@@ -24,7 +24,7 @@ def own_tensors(module: nn.Module) -> list[tuple[str, str, Tensor]]:
 
 
 def cast_together(changing: Iterable[tuple[Tensor, torch.dtype]]) -> Generator[tuple[Tensor, Tensor]]:
-    """The cast data of each tensor; tensors that share memory share it afterwards too."""
+    """Yield the cast data of each tensor; tensors that share memory share it afterwards too."""
     groups: dict[tuple[Any, ...], list[Tensor]] = {}
     for tensor, dtype in changing:
         place = id(tensor) if tensor.is_meta or is_shard(tensor) else tensor.data.untyped_storage().data_ptr()
@@ -57,7 +57,7 @@ def replace_data(tensor: Tensor, data: Tensor) -> None:
 
 
 def stand_in(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The tensor in another dtype; a parameter's knows for which one it stands."""
+    """Return the tensor in another dtype; a parameter's knows for which one it stands."""
     wide = tensor.detach().to(dtype)
     if not isinstance(tensor, nn.Parameter):
         return wide

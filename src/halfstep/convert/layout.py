@@ -28,7 +28,7 @@ def check_layout(layout: str) -> str:
 
 
 def convolution_weights(models: Iterable[nn.Module]) -> list[nn.Parameter]:
-    """The weights whose order in memory a layout can change: those of 2-d and 3-d convolutions."""
+    """Return the weights whose order in memory a layout can change: those of 2-d and 3-d convolutions."""
     found: dict[int, nn.Parameter] = {}
     for model in models:
         for module in model.modules():

@@ -25,7 +25,7 @@ def is_shard(tensor: Tensor) -> bool:
 
 
 def groups_of(model: nn.Module) -> Iterator[Any]:
-    """The parameter groups of `fully_shard` in a model."""
+    """Yield the parameter groups of `fully_shard` in a model."""
     for module in model.modules():
         yield from torch_private.fsdp_groups(module)
 

@@ -87,7 +87,7 @@ def declare(
 
 
 def computes_in(name: str, dtypes: object, slow: object) -> Accelerator:
-    """What `declare` was told, once it is found to make sense."""
+    """Return the arguments of `declare` as an Accelerator, once checked."""
     if not isinstance(name, str):
         raise ConfigError(f"{name!r:.60} cannot name a device: expected a word such as 'npu'")
     row = Accelerator(name, _listed("dtypes", dtypes), _listed("slow", slow))
@@ -105,12 +105,12 @@ def keep(row: Accelerator) -> None:
 
 
 def declared(name: str) -> Accelerator:
-    """What was declared of device type `name` last: nothing, where nobody did."""
+    """Return the last declaration of device type `name`, an empty one without any."""
     return _declared.get(name, _NOTHING)
 
 
 def _listed(option: str, dtypes: object) -> tuple[torch.dtype, ...]:
-    """The dtypes of a list of names; a bare name is no list of them."""
+    """Return the dtypes of a list of names; a bare name is no list of them."""
     if not isinstance(dtypes, list | tuple | set | frozenset):
         raise ConfigError(f"{option}={dtypes!r:.60}: expected a list of dtypes, such as ('bf16', 'fp16')")
     return tuple(parse_dtype(d) for d in cast("Sequence[str | torch.dtype]", dtypes))
@@ -146,7 +146,7 @@ def available() -> tuple[str, ...]:
 
 
 def capability(device: str | torch.device | None, dtype: str | torch.dtype) -> Capability:
-    """How `device` handles `dtype`: measured at the first question, remembered afterwards.
+    """Return how `device` handles `dtype`: measured at the first call, cached afterwards.
 
     Raises:
         ConfigError: unknown dtype or device type.
@@ -182,7 +182,7 @@ def check_dtype(device: str | torch.device | None, dtype: str | torch.dtype) -> 
 
 
 def default_dtype(device: str | torch.device | None = None) -> torch.dtype:
-    """The 16-bit dtype to train in on `device`: bf16 where it is native, else fp16 where that is.
+    """Return the 16-bit dtype to train in on `device`: bf16 where it is native, else fp16 where that is.
 
     A CPU always gets bf16, slow or not: it needs no loss scale. `is_slow` tells which case it is.
 
@@ -282,7 +282,7 @@ def _compare(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _measure(device: torch.device, dtype: torch.dtype) -> tuple[float | None, str]:
-    """The ratio, or None and what torch said.
+    """Return the ratio, or None and torch's message.
 
     In a fresh thread: autocast regions, dispatch modes and fake tensors of the caller do not reach it.
     """
@@ -315,7 +315,7 @@ def _cpu_facts() -> Mapping[str, Any]:
 
 
 def machine(device: str | torch.device | None) -> Mapping[str, str]:
-    """What the speed of a dtype depends on: part of the cache key, and shown to people."""
+    """Return what the speed of a dtype depends on: part of the cache key, and shown to people."""
     device = resolve(device)
     facts = {"torch": torch.__version__, "device": device.type, "system": platform.machine()}
     if device.type == "cpu":
@@ -331,7 +331,7 @@ def machine(device: str | torch.device | None) -> Mapping[str, str]:
 
 
 def cache_file(device: str | torch.device | None) -> Path:
-    """Where measurements of this machine and torch are kept (`$XDG_CACHE_HOME/halfstep`)."""
+    """Return where measurements of this machine and torch are kept (`$XDG_CACHE_HOME/halfstep`)."""
     facts = machine(device)
     root = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
@@ -345,7 +345,7 @@ def _sound(row: Mapping[str, Any]) -> bool:
 
 
 def read_rows(file: Path, sound: Callable[[dict[str, Any]], bool]) -> dict[str, dict[str, Any]]:
-    """The rows of a file that are `sound`; none where it is missing or not ours."""
+    """Return the rows of a file that are `sound`; none where it is missing or not ours."""
     try:
         data = json.loads(file.read_text())
     except (OSError, ValueError):

@@ -50,7 +50,7 @@ class AsyncCopy:
         return self.event is None or self.event.query()
 
     def wait(self) -> Tensor:
-        """The tensor in host memory, after waiting if it must."""
+        """Return the tensor in host memory, after waiting if it must."""
         if self.event is not None:
             refuse_reading(self.event.device, "reading what a step found")
             self.event.synchronize()

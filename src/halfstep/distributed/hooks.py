@@ -106,7 +106,7 @@ def _ordered_mean(buffer: Tensor, group: Group | None) -> Tensor:
 
 
 def _sum_in_order(parts: Tensor, ranks: int) -> Tensor:
-    """The sum over ranks in fp32 at least, one after the other, rounded once (law 18)."""
+    """Return the sum over ranks in fp32 at least, one after the other, rounded once (law 18)."""
     total, *others = parts.view(ranks, -1).unbind()
     total = total.to(torch.promote_types(parts.dtype, torch.float32), copy=True)
     for part in others:
@@ -140,7 +140,7 @@ class OrderedReduceScatter:
 
 
 def _finished(value: Tensor) -> Any:
-    """A future of what has been computed, or will be on a device that runs apart from the host."""
+    """Return a future of what has been computed, or will be on a device that runs apart from the host."""
     done: Any = torch.futures.Future(devices=[] if value.device.type == "cpu" else [value.device])
     done.set_result(value)
     return done

@@ -35,7 +35,7 @@ def rank(group: Group | None = None) -> int:
 
 
 def started_by_torchrun() -> int:
-    """How many ranks torchrun has started, 1 where it has not started this process."""
+    """Return how many ranks torchrun has started, 1 where it has not started this process."""
     return int(os.environ.get("WORLD_SIZE") or 1) if "LOCAL_RANK" in os.environ else 1
 
 

@@ -32,11 +32,11 @@ CauseFound, CureFound = Cause, Cure
 class Document:
     """Everything the verdict, the JSON and the report are made of; `bad` holds the faults.
 
-    `audit`: what weights, buffers and optimizers held before the first step that may lose numbers, each with
-    its cure; what came of it, the faults say. `beside`: the largest values at the first fault's step
-    beside those of the last good step before it.
-    `diff`, `plan`: what to change in the script, and a plan as TOML, where asked for. `ended_by`: what ended
-    the look: "script" (it was over), "steps" (as many as were asked for), "interrupt"; else empty.
+    `audit`: mistakes of precision in weights, buffers and optimizers before the first step, each with its
+    cure; the faults say what came of them. `beside`: the largest values at the first fault's step and at the
+    last good step before it. `diff`, `plan`: what to change in the script, and a plan as TOML, where asked
+    for. `ended_by`: what ended the examination: "script" (it was over), "steps" (as many as were asked for),
+    "interrupt"; else empty.
     """
 
     target: str
@@ -63,18 +63,18 @@ class Document:
 
     @property
     def faults(self) -> list[Fault]:
-        """The faults that need something done."""
+        """Return the faults that need a change."""
         return [fault for fault in self.bad if not fault.harmless]
 
     @property
     def healthy(self) -> bool:
-        """Whether nothing needs to be done."""
+        """Whether no fault needs a change."""
         finite = all(math.isfinite(x) for x in self.losses) or bool(self.bad)
         return not (self.faults or self.lint or self.error) and finite
 
     @property
     def headline(self) -> str:
-        """The verdict in one sentence: cause, place, cure with its code."""
+        """Return the verdict in one sentence: cause, place, cure with its code."""
         if self.healthy:
             return f"{self.target}: healthy over {self.steps} steps{self._end}"
         if not self.faults:
@@ -88,7 +88,7 @@ class Document:
 
     @property
     def _end(self) -> str:
-        """Why the look ended there, where the script may go on."""
+        """Say why the examination ended where it did, if the script may go on."""
         if self.ended_by == INTERRUPT:
             return ", then it was interrupted"
         asked = ", as many as were asked for; --steps 0 follows the script to its end"
@@ -96,7 +96,7 @@ class Document:
 
     @property
     def verdict(self) -> list[str]:
-        """What a person reads first: a few lines, the gravest first."""
+        """Return what a person reads first: a few lines, the gravest first."""
         lines = [self.headline, *([self.error] if self.error and self.faults else [])]
         told: list[Fault] = []
         for fault in self.bad:
@@ -110,7 +110,7 @@ class Document:
         return lines + [f"the script warned: {text}" for text in self.warnings]
 
     def as_dict(self) -> dict[str, Any]:
-        """The document as plain values, with `healthy` and `verdict`."""
+        """Return the document as plain values, with `healthy` and `verdict`."""
         plain = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         return plain | {
             "bad": [fault.as_dict() for fault in self.bad],
@@ -132,7 +132,7 @@ def _told(fault: Fault) -> str:
 
 
 def add_watched(document: Document, seen: Watch, skips: Sequence[int]) -> None:
-    """Puts what a watch saw into the document; `skips`: the steps that were skipped."""
+    """Add what a watch recorded to the document; `skips`: the steps that were skipped."""
     seen.collect()
     activations = (s for s in seen.series.values() if s.kind == "activation")
     found = {FORMATS[sample.dtype] for s in activations for sample in s.samples}
@@ -156,7 +156,7 @@ def add_watched(document: Document, seen: Watch, skips: Sequence[int]) -> None:
 
 
 def keep_latest(document: Document, until: int | None = None) -> None:
-    """Of each tensor's samples, keeps the latest up to step `until`, or of those seen only later the last."""
+    """Keep one sample of each tensor: the latest up to step `until`, else the last."""
     for row in document.series:
         early = [s for s in row["samples"] if until is None or s["step"] <= until]
         row["samples"] = (early or row["samples"])[-1:]

@@ -1,4 +1,4 @@
-"""A cure written into a script: a few lines of it change, as its owner would write them.
+"""Write a cure into a script: a few lines of it change, as its owner would write them.
 
 The edits do in the text what `numerics.cures.put_in_place` does from outside. A text does not say which
 operands of an op are tensors, nor always which call runs a module, so there may be several ways to write a
@@ -48,7 +48,7 @@ _SCALE_CLASSES = ("DynamicLossScale", "StaticLossScale")
 
 
 class Script:
-    """A script's text, its tree, and edits to it by place; `text()` makes them."""
+    """The text and the syntax tree of a script, and edits by position; `text()` applies them."""
 
     def __init__(self, text: str) -> None:
         self.tree = ast.parse(text)
@@ -59,33 +59,33 @@ class Script:
         self._edits: list[tuple[int, int, int, int, str]] = []
 
     def span(self, node: Any) -> tuple[int, int]:
-        """Where a node's text begins and ends, in bytes."""
+        """Return where a node's text begins and ends, in bytes."""
         first, last = self._starts[node.lineno - 1], self._starts[node.end_lineno - 1]
         return first + node.col_offset, last + node.end_col_offset
 
     def of(self, node: Any) -> str:
-        """A node's text."""
+        """Return a node's text."""
         begin, end = self.span(node)
         return self._bytes[begin:end].decode()
 
     def around(self, node: Any, before: str, after: str) -> None:
-        """Writes before and after a node; around nodes that lie within each other, the inner one first."""
+        """Insert text before and after a node; of nested nodes, edit the inner one first."""
         begin, end = self.span(node)
         self._edits.append((begin, 1, -len(self._edits), 0, before))
         self._edits.append((end, 0, len(self._edits), 0, after))
 
     def swap(self, node: Any, text: str) -> None:
-        """Writes something in place of a node."""
+        """Replace a node's text."""
         begin, end = self.span(node)
         self._edits.append((begin, 2, 0, end - begin, text))
 
     def rename(self, node: ast.Attribute, name: str) -> None:
-        """Another attribute of the same owner."""
+        """Replace an attribute's name; its owner stays."""
         length = len(node.attr.encode())
         self._edits.append((self.span(node)[1] - length, 2, 0, length, name))
 
     def above(self, statement: ast.stmt, *lines: str, indent: bool = False) -> None:
-        """Writes lines above a statement; with `indent` it becomes the body of the last."""
+        """Insert lines above a statement; with `indent` it becomes the body of the last line."""
         begin = self._starts[statement.lineno - 1]
         margin = self._bytes[begin : begin + statement.col_offset].decode()
         if margin.strip():
@@ -96,7 +96,7 @@ class Script:
             self._edits.append((self._starts[number], 1, -len(self._edits), 0, "    "))
 
     def text(self) -> str:
-        """The text with every edit made."""
+        """Return the text with every edit applied."""
         parts, at = list[bytes](), 0
         for place, _, _, length, new in sorted(self._edits):
             parts += [self._bytes[at:place], new.encode()]
@@ -104,17 +104,17 @@ class Script:
         return b"".join([*parts, self._bytes[at:]]).decode()
 
     def calls(self, *names: str) -> list[ast.Call]:
-        """All calls of functions or methods of these names."""
+        """Return all calls of functions or methods of these names."""
         return [n for n in ast.walk(self.tree) if isinstance(n, ast.Call) and called(n) in names]
 
     def statement(self, line: int) -> ast.stmt | None:
-        """The innermost statement on a line."""
+        """Return the innermost statement on a line."""
         found = [n for n in ast.walk(self.tree) if isinstance(n, ast.stmt) and _on(n, line)]
         return min(found, key=lambda n: (n.end_lineno or 0) - n.lineno, default=None)
 
 
 def written(text: str, spec: Spec, fault: Fault, code: str = "") -> Iterator[str]:
-    """The script with the dose of a cure in it, in each way in which it may be written.
+    """Yield the script with a dose of the cure, once for each way in which it may be written.
 
     `code`: what the cure says to write, in the words of the script.
     """
@@ -187,7 +187,7 @@ _Site = tuple[Any, list[ast.expr]]
 
 
 def _sites(script: Script, op: str, line: int, module: str) -> list[list[_Site]]:
-    """What on a line may be an op: each of its name, then all; else each call that may run a module."""
+    """Yield what may be the op on a line: calls of its name, then all; else calls that may run a module."""
     named, modules = list[_Site](), list[_Site]()
     for node in _inside_out(script.tree):
         if isinstance(node, ast.BinOp) and _on(node, line):
@@ -212,7 +212,7 @@ def _inside_out(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _unfold(script: Script, line: int) -> None:
-    """`x *= y` on a line as `x = x * (y)`."""
+    """Rewrite `x *= y` on a line as `x = x * (y)`."""
     for node in ast.walk(script.tree):
         if isinstance(node, ast.AugAssign) and _on(node, line) and type(node.op) in _OPERATORS:
             target, value = script.of(node.target), script.of(node.value)
@@ -220,7 +220,7 @@ def _unfold(script: Script, line: int) -> None:
 
 
 def _then(script: Script, operand: ast.expr, after: str, before: str = "") -> None:
-    """Writes a method's call, or what else binds as closely, after an expression."""
+    """Insert a method's call, or what else binds as closely, after an expression."""
     plain = isinstance(operand, _ATOMS)
     script.around(operand, before + "(" * (not plain), ")" * (not plain) + after)
 
@@ -250,7 +250,7 @@ def _shifted(script: Script, node: Any, operands: list[ast.expr], amount: list[i
 
 
 def _with_logsumexp(script: Script, keep: str, line: int, last: int, *dims: int) -> None:
-    """torch's function where the logarithm stands, of what the exponential is taken of."""
+    """Replace the logarithm by torch's logsumexp of what the exponential is taken of."""
     for exp, log in itertools.product(script.calls("exp"), script.calls("log")):
         if _on(exp, line) and _on(log, last) and dims:
             of_torch = script.of(exp.func).rpartition(".")[0] in _LIBRARIES
@@ -280,7 +280,7 @@ def _with_epsilon(script: Script, line: int, value: float) -> None:
 
 
 def _by_policy(script: Script, op: str) -> None:
-    """A rule for the op where the session or the trainer is made."""
+    """Add a rule for the op where the session or the trainer is made."""
     for call in script.calls("prepare", "Trainer"):
         given = next((k.value for k in call.keywords if k.arg == "policy"), None)
         if given is None:
@@ -299,7 +299,7 @@ def _set_keyword(script: Script, call: ast.Call, name: str, value: str) -> None:
 
 
 def with_plan(text: str, path: str) -> str:
-    """The plan of a file where the session or the trainer is made, unless one is given there."""
+    """Pass a plan's file where the session or the trainer is made, unless a plan is passed there."""
     script = Script(text)
     for call in script.calls("prepare", "Trainer"):
         if all(keyword.arg != "plan" for keyword in call.keywords):
@@ -308,7 +308,7 @@ def with_plan(text: str, path: str) -> str:
 
 
 def _keywords(script: Script, code: str, *_: Any) -> None:
-    """The keywords of a call in `code`, such as `hs.prepare(..., dtype="bf16")`, in all such calls."""
+    """Set the keywords of a call in `code`, such as `hs.prepare(..., dtype="bf16")`, in all such calls."""
     try:
         asked: Any = ast.parse(code, mode="eval").body
     except SyntaxError:
@@ -322,7 +322,7 @@ _BF16 = {"fp16": "bf16", "float16": "bfloat16", "16-mixed": "bf16-mixed", "16-tr
 
 
 def _in_bf16(script: Script, code: str) -> None:
-    """bf16 wherever the script names fp16."""
+    """Write bf16 wherever the script names fp16."""
     if "amp.initialize" in code:
         return  # Apex's levels know fp16 alone
     for node in ast.walk(script.tree):
@@ -333,7 +333,7 @@ def _in_bf16(script: Script, code: str) -> None:
 
 
 def _with_masters(script: Script, code: str) -> None:
-    """Level O2, where the session is made or, where there is none, below the optimizer."""
+    """Ask for level O2 where the session is made or, without one, below the optimizer."""
     if script.calls("prepare", "Trainer"):
         _keywords(script, code)
         return
@@ -351,7 +351,7 @@ def _with_masters(script: Script, code: str) -> None:
 
 
 def _divided(script: Script, code: str, bits: int) -> None:
-    """Each loss, where backward or a loss scale takes it."""
+    """Divide each loss where backward or a loss scale takes it."""
     scaled = [c for c in script.calls("scale", "scale_loss") if isinstance(c.func, ast.Attribute) and c.args]
     given = scaled or [c for c in script.calls("backward") if c.args]
     losses = [c.args[0] for c in given] or [
@@ -362,7 +362,7 @@ def _divided(script: Script, code: str, bits: int) -> None:
 
 
 def _with_scale(script: Script, code: str, bits: int) -> None:
-    """The loss scale where its number stands."""
+    """Change the loss scale where the script has its number."""
     found = [
         keyword.value
         for call in ast.walk(script.tree)
@@ -380,7 +380,7 @@ def _with_scale(script: Script, code: str, bits: int) -> None:
 
 
 def _no_faster(script: Script, code: str, *most: float) -> None:
-    """Before each step the learning rates that were usual, where they are out of proportion to them."""
+    """Reset learning rates that jumped to the usual ones before each step."""
     optimizers = [
         script.of(n.targets[0])
         for n in ast.walk(script.tree)
@@ -402,7 +402,7 @@ def _no_faster(script: Script, code: str, *most: float) -> None:
 
 
 def _cleared(script: Script, code: str, line: int) -> None:
-    """Clears the optimizer that steps on this line before the backward passes of that step, else after it."""
+    """Clear gradients before the backward passes of the step on this line, else after it."""
     step, call = script.statement(line), next((c for c in script.calls("step") if _on(c, line)), None)
     if step is None or call is None or not isinstance(call.func, ast.Attribute):
         return
@@ -438,7 +438,7 @@ _MENDED, _PLANNED = 3, 8
 
 
 def mended(text: str, document: Document, attempt: Attempt) -> str:
-    """The script with its first fault cured, and then with what is the first one."""
+    """Return the script with its first fault cured, then with the first of those that remain, and so on."""
     found = document
     for _ in range(_MENDED):
         better = _first_that_holds(text, found, attempt) if found.faults else None
@@ -451,9 +451,9 @@ def mended(text: str, document: Document, attempt: Attempt) -> str:
 
 
 def _first_that_holds(text: str, document: Document, attempt: Attempt) -> tuple[str, Document] | None:
-    """The script with a cure of its first fault of which that is gone, and what is found in it then.
+    """Return the script with a cure that removes its first fault, and the document of that script.
 
-    The first with which nothing is left to do; else with which every loss is finite; else the first.
+    The first such cure after which no fault remains; else after which every loss is finite; else the first.
     """
     fault, holding = document.faults[0], list[tuple[bool, bool, str, Document]]()
     for cure in sorted((c for c in fault.cures if c.status != FAILS and c.specs), key=_untried):
@@ -477,12 +477,12 @@ def _untried(cure: Cure) -> bool:
 
 
 def is_gone(fault: Fault, found: Document) -> bool:
-    """Whether nothing is left of a fault: another op's, at a later step, is another."""
+    """Whether a fault is gone; a fault of another op at a later step is another one."""
     return not any(alike(f, fault) and (f.op == fault.op or f.step <= fault.step) for f in found.bad)
 
 
 def _unwritten(fault: Fault) -> str:
-    """Why a fault has no diff."""
+    """Say why a fault has no diff."""
     number = f"no diff for step {fault.step + 1}"
     cure = next((c for c in fault.cures if c.status == WORKS), None)
     if not any(c.specs for c in fault.cures):
@@ -493,7 +493,7 @@ def _unwritten(fault: Fault) -> str:
 
 
 def as_diff(path: Path, old: str, new: str) -> str:
-    """What makes one text of a file the other, as `diff -u` writes it."""
+    """Return the difference of two texts of a file, as `diff -u` writes it."""
     name = str(path)
     before, after = (list(io.StringIO(text, newline="\n")) for text in (old, new))
     lines = difflib.unified_diff(before, after, name, name)
@@ -502,8 +502,9 @@ def as_diff(path: Path, old: str, new: str) -> str:
 
 
 def planned(text: str, document: Document, attempt: Attempt) -> str:
-    """A plan, as TOML, of the faults that one cures, also those that show behind them; the notes say of the
-    others why it does not."""
+    """Return a plan, as TOML, that cures what a plan can, also faults that show after the first is cured.
+
+    The notes say of the others why a plan does not cure them."""
     plan, found, seen = Plan(), document, list[Fault]()
     while len(seen) < _PLANNED:
         fault = next((f for f in found.faults if not any(f.same_as(other) for other in seen)), None)
@@ -523,7 +524,7 @@ def planned(text: str, document: Document, attempt: Attempt) -> str:
 
 
 def _unplanned(fault: Fault, rules: Sequence[PlanRule]) -> str:
-    """Why a fault has no rule."""
+    """Say why a fault has no rule."""
     number = f"no plan rule for step {fault.step + 1}"
     if not rules:
         kind = fault.cause.kind
@@ -533,7 +534,7 @@ def _unplanned(fault: Fault, rules: Sequence[PlanRule]) -> str:
 
 
 def _with_rule(plan: Plan, rule: PlanRule) -> Plan:
-    """The plan with one more rule, or with what that sets in the rule for the same modules."""
+    """Return the plan with one more rule, merged into the rule for the same modules if there is one."""
     rules = {known.pattern: known for known in plan.rules}
     known = rules.get(rule.pattern)
     if known is not None:
@@ -544,8 +545,11 @@ def _with_rule(plan: Plan, rule: PlanRule) -> Plan:
 
 
 def _rules_of(fault: Fault) -> Iterator[PlanRule]:
-    """The rules that may cure a fault, the narrowest first: its op in its module, what it reads as well, its
-    module; for weights that 16 bits cannot hold, their modules."""
+    """Yield the rules that may cure a fault, the narrowest first.
+
+    These are its op in its module, the ops whose results it reads as well, its module; for weights that 16
+    bits
+    cannot hold, their modules."""
     kind, reason = fault.cause.kind, f"step {fault.step + 1}, {fault.where}: {fault.cause.words}"
     if fault.phase in ("prepare", "optimizer") and kind in ("range", "precision", "rounding"):
         pattern = fault.module if fault.phase == "prepare" else "**"
@@ -567,7 +571,7 @@ def _rules_of(fault: Fault) -> Iterator[PlanRule]:
 
 
 def _under(plan: Plan, text: str, attempt: Attempt) -> Document | None:
-    """What is found in the script that is prepared with this plan; None where nothing in it reads one."""
+    """Return the document of the script prepared with this plan; None where nothing in it reads a plan."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "plan.toml"
         path.write_text(plan.to_toml(), encoding="utf-8")

@@ -2,9 +2,9 @@
 
 A step begins where the one before it ended (or, with workers that load data, at its first forward or
 autocast region, so that its batch is there already), and ends where a Session, a GradScaler or an optimizer
-is stepped. Where the process can be copied, each step's beginning is held, from which a copy runs the step
-again under the tape, and again with each cure. A run that is started to run a step again does the same from
-the moment at which that step begins. `Roster` knows who takes part.
+is stepped. Where the process can be copied, it is forked at the beginning of each step, and a copy runs the
+step again under the tape, and again with each cure. A run that is started to run a step again does the same
+from the moment at which that step begins. `Roster` knows who takes part.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ from halfstep.trees import parameters_of
 
 
 class ApexScale:
-    """The first loss scale of `halfstep.compat.apex.amp`, as a GradScaler shows its own."""
+    """The first loss scale of `halfstep.compat.apex.amp`, with the interface of a GradScaler."""
 
     door = "apex"
 
@@ -66,28 +66,28 @@ class ApexScale:
         self.state_dict, self.load_state_dict = amp.state_dict, amp.load_state_dict
 
     def is_enabled(self) -> bool:
-        """Always, once amp.initialize has run."""
+        """Return True: there is one once amp.initialize has run."""
         return True
 
     def get_scale(self) -> float:
-        """The present scale."""
+        """Return the current scale."""
         return float(self.state_dict()["loss_scaler0"]["loss_scale"])
 
     def update(self, new_scale: float) -> None:
-        """Go on with another scale."""
+        """Set another scale."""
         state = self.state_dict()
         state["loss_scaler0"]["loss_scale"] = new_scale
         self.load_state_dict(state)
 
 
 def scale_of_a_door() -> ApexScale | None:
-    """The scale of Apex's names, where the script has initialised them."""
+    """Return the loss scale of `compat.apex.amp`, if the script has initialised it."""
     amp = sys.modules.get("halfstep.compat.apex.amp")
     return ApexScale(amp) if amp is not None and amp.state_dict() else None
 
 
 class Roster:
-    """What takes part in the steps of a script, as it turns up."""
+    """The models, optimizers, scalers and schedulers of a script, recorded as they are made or used."""
 
     def __init__(self) -> None:
         self._parts = StepParticipants(None)
@@ -98,13 +98,13 @@ class Roster:
 
     @property
     def parts(self) -> StepParticipants:
-        """All of it, as the tape and the cures take it."""
+        """Return all of them, as the tape and the cures want them."""
         if self._parts.session is None and self._parts.scaler is None:
             self.add(scale_of_a_door())
         return self._parts
 
     def add(self, thing: Any) -> None:
-        """A model, an optimizer or what else keeps state is made or used; of scalers the last one counts."""
+        """Record a model, an optimizer or another object with state; of scalers the last one counts."""
         if thing is not None and all(thing is not one for one in self.things):
             first = is_session(thing) or hasattr(thing, "get_scale")
             self.things.insert(0 if first else len(self.things), thing)
@@ -112,7 +112,7 @@ class Roster:
             self._parts.loop = loop or running_loop(LOOPS)
 
     def meet(self, module: nn.Module) -> None:
-        """A module is called: with weights, or buffers as a criterion has, it is a model or part of one."""
+        """Record a called module with weights or buffers: it is a model or part of one."""
         if module in self._met:
             return
         self._met.add(module)
@@ -126,15 +126,15 @@ class Roster:
 
     @property
     def models(self) -> list[nn.Module]:
-        """Those with weights."""
+        """Return the models that have weights."""
         return [m for m in self._parts.models if next(m.parameters(), None) is not None]
 
     def is_root(self, module: nn.Module) -> bool:
-        """Whether it is called by the script itself and has weights."""
+        """Whether the script itself calls this module, and it has weights."""
         return any(module is t for t in self.things) and next(module.parameters(), None) is not None
 
     def _ill(self) -> frozenset[str]:
-        """Names of the parameters and buffers that are not finite."""
+        """Return the names of parameters and buffers that are not finite."""
         values = {
             n: t for kind, n, t in self._parts.named_values() if kind != "state" and t.is_floating_point()
         }
@@ -142,15 +142,15 @@ class Roster:
         return frozenset(name for name, amax in found if not math.isfinite(amax))
 
     def fell_ill(self) -> bool:
-        """Whether a parameter or buffer is not finite that was when its model was first called."""
+        """Whether a parameter or buffer became nonfinite after its model was first called."""
         return not self._ill() <= self._born_ill
 
     def scale(self) -> float:
-        """The present loss scale."""
+        """Return the current loss scale."""
         return float(scale_of(self.parts.session, self.parts.scaler))
 
     def name_of(self, thing: nn.Module | Tensor) -> str:
-        """Path of a module (with its class) or parameter; the class of what is in no known model."""
+        """Return the path of a module (with its class) or parameter; its class if no known model holds it."""
         if id(thing) not in self._names:
             for prefix, model in prefixed(self.models):
                 for name, module in model.named_modules():
@@ -162,13 +162,13 @@ class Roster:
 
     @property
     def by_hand(self) -> bool:
-        """Whether nothing is known that would make the updates."""
+        """Whether the script has no optimizer, so that it updates weights by hand."""
         parts = self.parts
         return not parts.optimizers and parts.session is None and parts.scaler is None
 
 
 def _prepared_with_masters(parts: StepParticipants) -> bool:
-    """Level O2 around a model that is in 16 bits already: its weights become the 16-bit halves of masters."""
+    """Prepare a model that is in 16 bits already at O2; its weights become the 16-bit halves of masters."""
     from halfstep.session.prepare import prepare
 
     dtype = next((p.dtype for p in parts.parameters() if p.dtype in levels.LOW_DTYPES), None)
@@ -179,7 +179,7 @@ def _prepared_with_masters(parts: StepParticipants) -> bool:
 
 
 def ask_for_bf16(stack: ExitStack) -> None:
-    """Until `stack` closes, a script that asks for fp16 gets bf16: by name, method, region or level."""
+    """Give bf16 to a script that asks for fp16 (by name, method, region or level) until `stack` closes."""
     bf16 = torch.bfloat16
     words = {w: (level, bf16 if dtype == FP16 else dtype) for w, (level, dtype) in levels.WORDS.items()}
     for owner, values in (
@@ -194,7 +194,7 @@ def ask_for_bf16(stack: ExitStack) -> None:
 
 
 class Examiner:
-    """Runs along with a script: keeps the ledger, watches the model, traces what goes wrong."""
+    """Follows a script: writes the ledger, watches the model, traces steps that go wrong."""
 
     def __init__(self, order: Order) -> None:
         self.order = order
@@ -225,11 +225,11 @@ class Examiner:
 
     @property
     def done(self) -> int:
-        """Steps of optimizers that have ended; optimizers that take turns share one iteration."""
+        """Return how many optimizer steps have ended; alternating optimizers share one iteration."""
         return len(self.ledger.notes)
 
     def _over(self) -> bool:
-        """Whether that was the last step: of what is run again, or of the iterations that were asked for."""
+        """Whether the last step was done, of a rerun or of the iterations that were asked for."""
         again = self.asked
         if again is not None:
             whole = again.from_start and self.ledger.now.number >= self._steps
@@ -240,13 +240,13 @@ class Examiner:
     # What the hooks report.
 
     def on_made(self, thing: Any) -> None:
-        """An optimizer, a schedule, a scaler or a session was made."""
+        """Record a new optimizer, schedule, scaler or session."""
         self.roster.add(thing)
         if self.done == 0 and not isinstance(thing, LRScheduler):
             self._copies.hold()
 
     def on_sign(self, module: nn.Module | None = None) -> None:
-        """A step shows that it has begun: a region opens or a model is called."""
+        """Begin a step if none has begun: a region opens or a model is called."""
         if module is not None:
             self.roster.meet(module)
         if not self._signed:
@@ -256,7 +256,7 @@ class Examiner:
                 self._go_on()
 
     def _begin(self) -> None:
-        """The next step begins; with workers that load its batch, it does where it shows itself."""
+        """Begin the next step; with workers that load its batch, only at its first forward or region."""
         self._signed = False
         if not multiprocessing.active_children():
             self._copies.hold(freely=False)
@@ -264,7 +264,7 @@ class Examiner:
         self._watch()
 
     def _watch(self) -> None:
-        """Begins to watch the model: at the first backward, when all that takes part is there, as a rule."""
+        """Watch the model from now on: at the first backward, when model and optimizer usually exist."""
         parts, models = self.roster.parts, self.roster.models
         if self.seen is not None and self.done == 24 * self.seen.every:
             self.seen.every *= 2  # of a long run fewer steps are enough
@@ -277,7 +277,7 @@ class Examiner:
             self.audit = audit(models, parts.optimizers)
 
     def _go_on(self) -> None:
-        """Where this step is one to run again: put the cure in place, and arm the tape."""
+        """Apply the cure and start the tape if this step is to be run again."""
         again = self.asked
         if again is not None and self.again is None:
             first = min(1, again.at) if again.from_start else again.at
@@ -288,7 +288,7 @@ class Examiner:
             self.taping = Taping(self.roster.parts, observers=[self._lint.look])
 
     def on_inputs(self, names: dict[str, Tensor]) -> None:
-        """What a model is called with."""
+        """Record the inputs of a model."""
         floats = {n: t for n, t in names.items() if t.is_floating_point() and t.numel()}
         for name, amax in zip(floats, read_amaxes(list(floats.values()))):
             now = self.ledger.now
@@ -298,7 +298,7 @@ class Examiner:
             now.inputs[name] = max(amax, now.inputs.get(name, 0.0))
 
     def on_loss(self, loss: Tensor) -> None:
-        """Backward begins."""
+        """Record the loss as backward begins."""
         self._watch()
         self._stale |= {
             p
@@ -312,7 +312,7 @@ class Examiner:
             self.ledger.blame("loss")
 
     def on_output(self, module: nn.Module, out: Tensor) -> None:
-        """A module without submodules gave a result."""
+        """Record the result of a module without submodules."""
         name, amax = self.roster.name_of(module), float(largest_of(out))
         now, finite = self.ledger.now, math.isfinite(amax)
         if not finite or amax >= now.outputs.get(name, 0.0):
@@ -321,7 +321,7 @@ class Examiner:
             now.silent = now.silent or name
 
     def on_update(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer is about to update."""
+        """Record weights and gradients before an optimizer updates."""
         self.roster.add(optimizer)
         _, file, line = look()
         now = self.ledger.now
@@ -340,20 +340,20 @@ class Examiner:
         self._before = [p.detach().clone() for p in updated]
 
     def on_stepping(self, optimizer: torch.optim.Optimizer) -> None:
-        """A step that may be skipped begins."""
+        """Record gradients before a step that may be skipped."""
         learning = [p for p in parameters_of(optimizer) if p.grad is not None]
         found = zip(learning, read_amaxes([p.grad for p in learning if p.grad is not None]))
         self.ledger.now.ill |= {self.roster.name_of(p) for p, amax in found if not math.isfinite(amax)}
 
     def on_gradients(self, updated: list[Tensor]) -> None:
-        """What the gradients of these parameters are as the update begins."""
+        """Record the gradients of these parameters before the update."""
         now = self.ledger.now
         learning = [p for p in updated if p.grad is not None]
         found = self.on_found([p.grad for p in learning if p.grad is not None])
         now.gradients |= {self.roster.name_of(p): amax for p, amax in zip(learning, found)}
 
     def on_found(self, gradients: list[Tensor]) -> list[float]:
-        """Gradients of this step; their largest magnitudes."""
+        """Record the largest magnitudes of gradients of this step."""
         now = self.ledger.now
         found = read_amaxes([g for g in gradients if isinstance(g, Tensor)])
         now.gradient = max(now.gradient, max(found, default=0.0))
@@ -365,7 +365,7 @@ class Examiner:
         return found
 
     def on_updated(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer has updated."""
+        """Record what an optimizer's update did."""
         now = self.ledger.now
         now.taken = True
         after = parameters_of(optimizer)
@@ -378,11 +378,11 @@ class Examiner:
         self._before = []
 
     def on_cleared(self, owner: Any) -> None:
-        """`zero_grad` of an optimizer or a module."""
+        """Record a `zero_grad` of an optimizer or a module."""
         self._stale -= {*(owner.parameters() if isinstance(owner, nn.Module) else parameters_of(owner))}
 
     def _flushed(self, optimizer: torch.optim.Optimizer, updated: list[Tensor]) -> str:
-        """Second moments that are zero in fp16 where most gradients are not, in words."""
+        """Describe second moments that are zero in fp16 where most gradients are not."""
         lost = learning = 0
         for p in updated:
             squares = optimizer.state.get(p, {}).get("exp_avg_sq")
@@ -392,7 +392,7 @@ class Examiner:
         return f"{lost} of {learning} second moments are zero in fp16" if 2 * lost > learning else ""
 
     def on_step(self, owner: object, skipped: bool, finite: bool) -> None:
-        """A step ends."""
+        """End a step."""
         now = self.ledger.now
         self.ledger.number(owner)
         if self.taping is not None:
@@ -414,7 +414,7 @@ class Examiner:
         self._begin()
 
     def _judge(self, note: Note, index: int) -> None:
-        """Has the step that just ended looked at again, if it may tell something new."""
+        """Have the step that just ended rerun, if it may show something new."""
         if self.asked is not None:
             return
         before = self.ledger.notes[index - 1] if index else Note(0)
@@ -425,14 +425,14 @@ class Examiner:
             self.inquiry.look(Suspect(index, note.number, note.bad, note.spoiled))
 
     def leave(self) -> None:
-        """The last step is done. A copy ends here, without what the script would still do."""
+        """Leave after the last step. A copy ends here, without the rest of the script."""
         if self._copied:
             self.reply()
         self.ended_by = STEPS
         raise Enough
 
     def reply(self) -> None:
-        """What was run again is over: say what it showed. A copy ends with that."""
+        """Report the result of a rerun. A copy ends with that."""
         again, showed = self.again, self.showed
         assert again is not None
         bad = [
@@ -452,7 +452,7 @@ class Examiner:
         self._copies.answer(self.showed)
 
     def noted(self) -> Ledger:
-        """The notes, with all that belongs to them."""
+        """Return the ledger, completed by what the watch and the tape hold."""
         if self.seen is not None:
             self.seen.collect()
             self.ledger.lost = [*self.seen.lost]
@@ -460,7 +460,7 @@ class Examiner:
         return self.ledger
 
     def _applied(self, again: Again) -> bool:
-        """Whether the cure that is tried was put in place, and met what it is to change."""
+        """Whether the cure under trial was applied, and met what it is to change."""
         if again.cure is None:
             return True
         if again.cure[0] == "bf16":
@@ -471,12 +471,12 @@ class Examiner:
         return self._took_effect is not None and self._took_effect()
 
     def become_copy(self, again: Again) -> None:
-        """This process is a copy now, made to run steps again."""
+        """Continue as a copy that was forked to run steps again."""
         self.asked, self._copied = again, time.monotonic()
         self._go_on()
 
     def _reach(self, again: Again) -> None:
-        """The steps to run again begin: put the cure in place."""
+        """Apply the cure as the steps to run again begin."""
         self.again = again
         self.ledger.notes = self.ledger.notes[:]
         for note in self.ledger.notes:
@@ -514,7 +514,7 @@ class Examiner:
             self.showed.faults.append(trace.bad)
 
     def failed(self, error: BaseException) -> None:
-        """The script raised."""
+        """Record that the script raised."""
         if self.taping is not None:
             self._end_tape(error)
         if self.again is not None:
@@ -524,7 +524,7 @@ class Examiner:
             self.inquiry.look(Suspect(self.done, self.ledger.now.number, bad="error", spoiled=True))
 
     def ended(self) -> None:
-        """The script is over."""
+        """Record that the script is over."""
         if self.taping is not None:
             self._end_tape()
         if self.again is not None:

@@ -1,4 +1,4 @@
-"""What runs inside the process of a watched script: the hooks, and the script itself as `__main__`."""
+"""Run a watched script as `__main__`, with hooks that report what it does."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from halfstep.torch_private import disable_current_modes, graph_task
 
 
 class Hooks:
-    """Tells an examiner what a script does, through hooks that are gone when the stack closes."""
+    """Hooks that report a script's acts to an examiner; the stack removes them."""
 
     def __init__(self, examiner: Examiner, stack: ExitStack) -> None:
         self._examiner = examiner
@@ -42,7 +42,7 @@ class Hooks:
         self._root: nn.Module | None = None
 
     def install(self) -> None:
-        """Puts all of them in place."""
+        """Install all hooks."""
         for handle in (
             register_module_forward_pre_hook(self._on_forward),
             register_module_forward_hook(self._on_output),
@@ -64,7 +64,7 @@ class Hooks:
 
     @staticmethod
     def _tell(hear: Callable[..., Any], *about: Any) -> None:
-        """Reports something; how the examiner looks at it is on no tape."""
+        """Call the examiner; its own ops are on no tape."""
         with disable_current_modes():
             hear(*about)
 
@@ -115,7 +115,7 @@ class Hooks:
             self._examiner.on_step(stepped, skipped=False, finite=True)
 
     def _graded(self, grad: Callable[..., Any], outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Gradients of many tensors at once, where no optimizer is: those of a step made by hand."""
+        """Report gradients of many tensors at once, where no optimizer is: a step made by hand."""
         found = grad(outputs, inputs, *args, **kwargs)
         learning = isinstance(inputs, list | tuple) and all(x.is_leaf for x in inputs)
         inner = _in_backward() or kwargs.get("create_graph")
@@ -129,7 +129,7 @@ class Hooks:
     def _bracketed(
         self, step: Callable[..., Any], scaler: Any, optimizer: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """A step of a scaler is one boundary, whether or not the optimizer inside is stepped."""
+        """Report a scaler's step as one step, whether or not the optimizer inside is stepped."""
         self._depth += 1
         self._updated = False
         self._tell(self._examiner.on_stepping, optimizer)
@@ -184,7 +184,7 @@ class Hooks:
 
 
 def _names_of_inputs(module: nn.Module, tensors: list[Tensor]) -> dict[str, Tensor]:
-    """Inputs by the names of the user's variables; in a loop of ours, of forward's arguments."""
+    """Return inputs by the names of the user's variables; in a loop of ours, of forward's arguments."""
     found = users_names(tensors)
     if found or not tensors:
         return found
@@ -201,9 +201,9 @@ def _in_backward() -> bool:
 
 
 def run_order(order: Order) -> Found | Seen | None:
-    """Runs a script as the order says; everything that was hooked is as before afterwards.
+    """Run a script as the order says, and remove all hooks afterwards.
 
-    None where the steps to run again were never reached.
+    Returns None where the steps to run again were never reached.
     """
     seed(order.seed)
     examiner = Examiner(order)

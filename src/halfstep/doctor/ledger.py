@@ -1,10 +1,10 @@
-"""What is noted of every step of a watched script, and the faults that can be read off those notes alone.
+"""The notes of every step of a watched script, and the faults that follow from the notes alone.
 
 A step is bad when a loss, a gradient, a parameter or a buffer is not finite after it and all were before, or
 when its update was skipped. A run can also go wrong without a value that is not finite: a jump of the
 learning rate, a batch out of all proportion, updates that rounding swallows, divergence, a conversion that
-took weights to zero or to infinity. Where values left their range later, the step that sent them there is the
-fault, and the op at which they left it only what came of it.
+took weights to zero or to infinity. Where values left their range later, the step that caused it is the
+fault, and the op at which they left it a consequence.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ DIVERGED, _BLOWN = 1e4, 1e2
 
 @dataclass(frozen=True)
 class Knobs:
-    """Options of a parameter group that decide how far an update goes."""
+    """Options of a parameter group that decide how large an update is."""
 
     weight_decay: float = 0.0
     betas: tuple[float, ...] = ()
@@ -53,7 +53,7 @@ class Knobs:
 
 
 def knobs_of(optimizer: torch.optim.Optimizer) -> tuple[Knobs, ...]:
-    """The options of each group; a weight decay inside Adam's moments scales no weights, and is 0 here."""
+    """Return the options of each group; weight decay inside Adam's moments scales no weights: 0 here."""
     through = bool(optimizer.defaults.get("betas")) and type(optimizer).__name__ in ("Adam", "NAdam", "RAdam")
     return tuple(
         Knobs(
@@ -104,13 +104,13 @@ class Note:
 
 
 def read_amaxes(tensors: Sequence[Tensor]) -> list[float]:
-    """The largest magnitude of each tensor, NaN or inf where one value is."""
+    """Return the largest magnitude of each tensor, NaN or inf where one value is."""
     return [] if not tensors else [float(x) for x in amaxes(tensors).tolist()]
 
 
 @torch.no_grad()
 def length(tensors: Iterable[Tensor]) -> float:
-    """The Euclidean length of all of these together; inf where it is not finite."""
+    """Return the Euclidean length of all of these together; inf where it is not finite."""
     kept = (t for t in tensors if t.is_floating_point() and t.layout == torch.strided)
     norms = [torch.linalg.vector_norm(t.float()).double() for t in kept]
     total = float(torch.stack(norms).norm()) if norms else 0.0
@@ -118,7 +118,7 @@ def length(tensors: Iterable[Tensor]) -> float:
 
 
 class Ledger:
-    """The notes of a run, by step; what conversions flushed and rounding swallowed; the script's words."""
+    """The notes of a run by step, with values lost in conversions and updates lost to rounding."""
 
     def __init__(self) -> None:
         self.notes: list[Note] = []
@@ -132,7 +132,7 @@ class Ledger:
         self._last = 0
 
     def blame(self, what: str) -> None:
-        """Note that something was not finite, if nothing was before in this step."""
+        """Note the first thing that was not finite in this step."""
         self.now.bad = self.now.bad or what
 
     def close(self, owner: object) -> Note:
@@ -147,26 +147,26 @@ class Ledger:
         return self.notes[-1]
 
     def number(self, owner: object) -> int:
-        """Number the step that is ending now: an iteration is over where an optimizer has its turn again."""
+        """Return the number of the step that ends: an optimizer that steps again begins another iteration."""
         self.now.number = self._iteration + (id(owner) in self._round)
         return self.now.number
 
     @property
     def iterations(self) -> int:
-        """How many iterations the steps made: optimizers that take turns share one."""
+        """Return how many iterations the steps made; alternating optimizers share one."""
         return len({note.number for note in self.notes})
 
     def index_of(self, number: int) -> int:
-        """The index of the last step of an iteration."""
+        """Return the index of the last step of an iteration."""
         return max((i for i, note in enumerate(self.notes) if note.number == number), default=number)
 
     @property
     def skips(self) -> list[int]:
-        """Iterations in which a step was skipped."""
+        """Return the iterations in which a step was skipped."""
         return sorted({note.number for note in self.notes if note.skipped})
 
     def outlier(self, number: int) -> tuple[str, str]:
-        """The input of a step that is far beyond what earlier batches held: its name, and that in words."""
+        """Return the input of a step that is far beyond earlier batches: its name, and a description."""
         for note in (note for note in self.notes if note.number == number):
             for name, amax in note.inputs.items():
                 before = [n.inputs[name] for n in self.notes if n.number < number and name in n.inputs]
@@ -180,9 +180,9 @@ class Ledger:
         return "", ""
 
     def settled(self, index: int = 0) -> bool:
-        """Whether the skip of a step is no more than a scale finding its place: steps after it are taken.
+        """Whether a skipped step only lowered the loss scale: steps after it are taken.
 
-        What goes wrong later, without a skip or in the loss itself, is another fault's affair.
+        What goes wrong later, without a skip or in the loss itself, is another fault.
         """
 
         def of_the_scale(note: Note) -> bool:
@@ -198,7 +198,7 @@ class Ledger:
 
     @staticmethod
     def _skips_without_growth(notes: Sequence[Note]) -> int:
-        """Skips but those by which a scale that has just grown finds its place again."""
+        """Count skips without those that follow a growth of the scale at once."""
         count, least = 0, math.inf
         for note in notes:
             if not note.skipped:
@@ -210,18 +210,18 @@ class Ledger:
         return count
 
     def until(self, stop: int | None) -> Ledger:
-        """The notes before the one with this index, and that one; all with None."""
+        """Return the notes up to the one with this index; all with None."""
         part = copy.copy(self)
         part.notes = self.notes if stop is None else self.notes[: stop + 1]
         return part
 
     def broken(self) -> int | None:
-        """The index of the first step after which something lasting was not finite; None in a sound run."""
+        """Return the index of the first step after which something lasting was not finite, or None."""
         wrong = (i for i, n in enumerate(self.notes) if n.spoiled or (n.bad and not n.skipped))
         return next(wrong, None)
 
     def spike(self) -> int | None:
-        """The index of the first step whose update is out of all proportion to those before it."""
+        """Return the index of the first step whose update is far larger than those before it."""
         most, seen = 0.0, 0
         for index, note in enumerate(self.notes):
             if not note.taken or note.bad not in ("", "parameter") or not note.update > 0:
@@ -232,14 +232,14 @@ class Ledger:
         return None
 
     def too_long(self) -> bool:
-        """Whether the first update is out of proportion to the weights, and the loss is since."""
+        """Whether the first update is far too large for the weights, and the loss is since then."""
         first, second = [*self.notes[:2], *[Note(0)] * 2][:2]
         now = math.inf if second.bad == "loss" else abs(second.loss or 0.0)
         grew = first.loss is not None and now > _SHOT * max(abs(first.loss), 1e-3)
         return grew and first.taken and not first.bad and first.update > _SHOT * first.size > 0
 
     def diverged(self) -> tuple[int, float, float] | None:
-        """Where a loss began to grow out of all proportion, what it was at first and at last.
+        """Return where a loss began to diverge, its value at first and at last.
 
         The step is the one whose update the larger loss came of.
         """
@@ -256,8 +256,7 @@ class Ledger:
         return kept[max(0, at - 1)][0], first, last
 
     def blew_up(self, at: int) -> bool:
-        """Whether the loss grew out of all proportion to what it was before the step with this index, or the
-        update of that step was as much too long as to end the run.
+        """Whether the loss diverged after the step with this index, or its update was large enough for that.
 
         Up to that step, where inputs have grown since. A loss that is not finite ends what counts.
         """
@@ -276,18 +275,18 @@ class Ledger:
         return len(after) > (end == len(self.notes)) and min(after) > _BLOWN * max(1e-3, *before, 0.0)
 
     def only_skipped(self, index: int) -> bool:
-        """Whether a step was bad in that its update was skipped, and no more, and later ones were made."""
+        """Whether a step was bad only in that its update was skipped, and later ones were made."""
         note = self.notes[index]
         return note.skipped and note.bad != "loss" and not note.spoiled and self.settled(index)
 
     def grown(self) -> float:
-        """By how many times the weights have grown since the first step, before they were not finite."""
+        """Return the factor by which the weights have grown since the first step, while they were finite."""
         sizes = [note.size for note in self.notes if note.size > 0 and math.isfinite(note.size)]
         return max(sizes) / sizes[0] if sizes else 1.0
 
 
 def beside(ledger: Ledger, number: int) -> dict[str, Any]:
-    """The largest magnitudes at a bad step beside those of the last good one: `good`, `bad`, `rows`."""
+    """Return the largest magnitudes at a bad step and at the last good one: `good`, `bad`, `rows`."""
     bad = next((note for note in ledger.notes if note.number == number), None)
     before = [note for note in ledger.notes if note.number < number and not note.bad]
     if bad is None or not before:
@@ -310,7 +309,7 @@ _LOST = 0.5
 
 @dataclass(frozen=True)
 class Flush:
-    """A parameter of which a conversion made `lost` values zero or infinite."""
+    """A parameter in which a conversion made `lost` values zero or infinite."""
 
     name: str
     lost: int
@@ -319,13 +318,13 @@ class Flush:
 
 
 def note_conversions(stack: ExitStack, flushes: list[Flush]) -> None:
-    """Notes what `.half()`, `.to(dtype)` and our own conversions flush until the stack closes."""
+    """Note what `.half()`, `.to(dtype)` and our own conversions flush until the stack closes."""
     torchs: Any = nn.Module
     apply, inside = torchs._apply, False
 
     @contextmanager
     def watched(model: nn.Module) -> Generator[None]:
-        """Compares the parameters after what happens within to those before; the outermost alone."""
+        """Compare the parameters before and after the block; only the outermost does."""
         nonlocal inside
         if inside:
             yield
@@ -356,7 +355,7 @@ def note_conversions(stack: ExitStack, flushes: list[Flush]) -> None:
 
 
 def _lost_values(name: str, old: Tensor, new: Tensor) -> tuple[int, Cause] | None:
-    """How many values of a parameter became infinite in another dtype, or (if most did) zero, and why."""
+    """Count values of a parameter that became infinite in another dtype, or (if most did) zero; say why."""
     count = int(torch.count_nonzero(old)) if old.dtype != new.dtype else 0
     if count == 0:
         return None
@@ -377,15 +376,16 @@ _ALL_LOST = 0.9
 
 
 def _fault(note: Note, kind: str, text: str, *cures: Cure) -> Fault:
-    """A fault of the update of a step."""
+    """Return a fault of a step's update."""
     location, cause = OpLocation("", "", None, *note.where), Cause(kind, f"{kind}: {text}")
     return Fault("optimizer", "", location, cause, [*cures], note.number, taped=False)
 
 
 def all_faults(ledger: Ledger, traced: Sequence[Fault]) -> list[Fault]:
-    """What the tape showed and what the notes tell, the gravest first.
+    """Return the faults on the tape and in the notes, the gravest first.
 
-    What lies behind another comes last, and before it what a lower loss scale heals; else the earliest leads.
+    Faults masked by another come last, before them those that a lower loss scale cures; else the earliest
+    leads.
     """
     sound = ledger.broken() is None
     found = [*traced, *quiet_faults(ledger)] if sound else with_roots(ledger, traced)
@@ -393,7 +393,7 @@ def all_faults(ledger: Ledger, traced: Sequence[Fault]) -> list[Fault]:
 
 
 def quiet_faults(ledger: Ledger) -> list[Fault]:
-    """What the notes of a run without lasting damage tell, the earliest first."""
+    """Return the faults in the notes of a run without lasting damage, the earliest first."""
     found = _flushed(ledger)
     spike, grown = ledger.spike(), ledger.diverged()
     if spike is not None:
@@ -412,7 +412,7 @@ def quiet_faults(ledger: Ledger) -> list[Fault]:
 
 
 def _uncleared(ledger: Ledger) -> list[Fault]:
-    """Gradients that nobody clears, where that is a habit."""
+    """Return the fault of gradients that nobody clears, where it happens in most steps."""
     stale = [note for note in ledger.notes if note.stale]
     if len(stale) < 3 or len(stale) < ledger.iterations // 2:
         return []
@@ -423,7 +423,7 @@ def _uncleared(ledger: Ledger) -> list[Fault]:
 
 
 def _without_moments(ledger: Ledger) -> list[Fault]:
-    """Second moments without a value, that an update is divided by."""
+    """Return the fault of second moments that are zero, by which an update is divided."""
     note = next((note for note in ledger.notes if note.flushed), None)
     if note is None:
         return []
@@ -444,7 +444,7 @@ def _shot(ledger: Ledger) -> Fault:
 
 
 def with_roots(ledger: Ledger, faults: Sequence[Fault]) -> list[Fault]:
-    """The faults of a run with lasting damage; what an update or a growing loss led to is told with that."""
+    """Return the faults of a run with lasting damage, with the update or growing loss that led to each."""
     ledger = ledger.until(ledger.broken())
     found = [*_flushed(ledger), *_uncleared(ledger)]
     root = _root(ledger, faults)
@@ -457,7 +457,7 @@ def with_roots(ledger: Ledger, faults: Sequence[Fault]) -> list[Fault]:
 
 
 def _root(ledger: Ledger, faults: Sequence[Fault]) -> Fault | None:
-    """The step that sent a run out of range, by its update or from which on its loss grew."""
+    """Return the step that took a run out of range, by its update or because its loss grew from there."""
     out_of_range = any(f.cause.kind == "range" and not f.cause.weight for f in faults)
     if ledger.too_long():
         return _shot(ledger)
@@ -470,7 +470,7 @@ def _root(ledger: Ledger, faults: Sequence[Fault]) -> Fault | None:
 
 
 def _flushed(ledger: Ledger) -> list[Fault]:
-    """What a conversion took out of a parameter, the worst."""
+    """Return the fault of the conversion that lost most values of a parameter."""
     flushes = ledger.flushes
     if not flushes:
         return []
@@ -504,12 +504,12 @@ def _spike(ledger: Ledger, index: int) -> Fault:
 
 
 def smaller_data(name: str) -> Cure:
-    """What to do with an input whose batches are out of proportion."""
+    """Say what to do with an input whose batches are too large."""
     return Cure("data", "drop or clamp such batches where they are loaded", f"{name}.clamp(-k, k)")
 
 
 def _jump(note: Note, group: int, most: Sequence[float], last: Sequence[float], tail: str) -> Fault:
-    """A learning rate out of proportion to all before it.
+    """Return the fault of a learning rate far larger than all before it.
 
     `most`: the largest of each group so far; `last`: those of the step before.
     """
@@ -523,7 +523,7 @@ def _jump(note: Note, group: int, most: Sequence[float], last: Sequence[float], 
 
 
 def _small_divisor(note: Note, tail: str, usually: float) -> Fault:
-    """An update that is large though its gradients are not: the optimizer divides them by too little."""
+    """Return the fault of an update that is large though its gradients are not: its divisor is too small."""
     knobs = next((k for k in note.knobs if k.betas or k.eps), None)
     by = f" (eps={knobs.eps:g}{f', betas={knobs.betas}' if knobs.betas else ''})" if knobs else ""
     text = (
@@ -539,7 +539,7 @@ def _small_divisor(note: Note, tail: str, usually: float) -> Fault:
 
 
 def _lost(ledger: Ledger, share: float) -> Fault:
-    """Updates that most weights lose, or most weights of one tensor, of which a group shows little."""
+    """Return the fault of updates lost in most weights, or in most weights of one tensor."""
     of_all = share >= _ALL_LOST
     first = next(note for note in ledger.lost if (note.share if of_all else note.worst_share) >= _ALL_LOST)
     note = ledger.notes[min(first.step, len(ledger.notes) - 1)]

@@ -1,10 +1,10 @@
-"""One run of a script in a process of its own, the one runner of scripts; and a run held as it is.
+"""Run a script in a process of its own, and fork it so that its steps can be run again.
 
-What is run is a function with its order, which can be pickled: in a copy of this process where that is safe,
-else in a fresh one. `Copies.hold()` keeps a running process by fork: it returns in the run itself, and in
-each copy that is asked for later, which goes on from that line with everything as it was (data iterators,
-Python's own variables, random state), does what its order says and leaves with `answer`. Not for processes
-that have used an accelerator.
+A function with its order, which can be pickled, runs in a copy of this process where that is safe, else in a
+fresh one. `Copies.hold()` forks a running process: it returns in the run itself, and in each copy that is
+asked for later. A copy goes on from that line with everything as it was (data iterators, Python's own
+variables, random state), does what its order says and leaves with `answer`. Processes that have used an
+accelerator cannot be forked.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class Order:
 
 @dataclass
 class Found:
-    """What a run found: a document without faults, the notes of the run, what its copies showed (`seen`), and
-    the steps that could not be looked at (`unseen`)."""
+    """Findings of a run: a document without faults, the notes of the run, what its copies showed (`seen`),
+    and the steps that could not be rerun (`unseen`)."""
 
     document: Document
     ledger: Ledger
@@ -74,7 +74,7 @@ class Found:
 
     @property
     def first_bad(self) -> int | None:
-        """The index of the first bad step."""
+        """Return the index of the first bad step."""
         return next((index for index, note in enumerate(self.ledger.notes) if note.bad), None)
 
 
@@ -86,7 +86,7 @@ _EACH, _APART, _SHARE = 2.0, 0.5, 0.15
 
 
 def can_fork() -> bool:
-    """Whether a copy of this process could go on: not on Windows, nor with a device or other ranks in use."""
+    """Whether this process can be forked: not on Windows, nor with a device or other ranks in use."""
     if not hasattr(os, "fork") or sys.platform == "darwin":
         return False
     if torch.accelerator.is_available() and torch.get_device_module().is_initialized():
@@ -95,9 +95,9 @@ def can_fork() -> bool:
 
 
 class Copies:
-    """Holds the beginning of the latest step, and runs it again in copies of the process, where it can.
+    """A fork of the process at the beginning of the latest step, from which copies run it again.
 
-    What is held waits in a child that does nothing until it is asked.
+    The fork is a child that waits until it is asked.
     """
 
     def __init__(self, examiner: Examiner) -> None:
@@ -109,9 +109,9 @@ class Copies:
         self._took = 0.0
 
     def hold(self, freely: bool = True) -> None:
-        """Keep this moment; not `freely`: unless one was kept shortly before.
+        """Fork the process here; without `freely` only if the last fork is not recent.
 
-        Returns in each copy as well, whose examiner has been told by then what to run again.
+        Returns in each copy as well, whose examiner knows by then what to run again.
         """
         began = time.monotonic()
         soon = began - self._latest < max(_APART, self._took / _SHARE) and began - self._began > _EACH
@@ -132,7 +132,7 @@ class Copies:
         self._took = self._latest - began
 
     def run(self, again: Again) -> Seen | None:
-        """What a copy shows that goes on from the moment that is held; it cannot begin at the start.
+        """Return the result of a copy that goes on from the fork; it cannot begin at the start.
 
         None too if the copy fails or takes too long.
         """
@@ -145,14 +145,14 @@ class Copies:
             return None
 
     def answer(self, value: Any) -> None:
-        """End a copy with its answer; nothing of what it would still do at exit is done. No copy goes on."""
+        """Send a copy's result and end it, without its exit handlers."""
         if self._asker is not None:
             with contextlib.suppress(OSError):
                 self._asker.send_bytes(pickled(value))
             os._exit(0)
 
     def close(self) -> None:
-        """Let go of the moment that is held."""
+        """End the fork that waits."""
         if self._held is None:
             return
         child, ours = self._held
@@ -165,12 +165,12 @@ class Copies:
 
 
 def _received(end: Connection, seconds: float | None) -> Any:
-    """What comes within so many seconds, else None."""
+    """Receive what comes within so many seconds, else None."""
     return pickle.loads(end.recv_bytes()) if end.poll(seconds) else None
 
 
 def _wait_for_orders(end: Connection) -> Again:
-    """In the waiting child: fork a copy for each order; returns in the copies only."""
+    """Fork a copy for each order, in the waiting child; returns in the copies only."""
     try:
         run = os.getppid()
         while True:
@@ -205,7 +205,7 @@ def seed(number: int) -> None:
 
 
 def replace(stack: contextlib.ExitStack, owner: Any, name: str, instead: Callable[..., Any]) -> None:
-    """Calls of a function or method become `instead(function, *arguments)` until the stack closes."""
+    """Replace a function or method by `instead(function, *arguments)` until the stack closes."""
     function = getattr(owner, name)
 
     def called(*args: Any, **kwargs: Any) -> Any:
@@ -216,13 +216,13 @@ def replace(stack: contextlib.ExitStack, owner: Any, name: str, instead: Callabl
 
 
 class Enough(BaseException):
-    """Ends a script after the last step that was asked for."""
+    """Raised to end a script after the last step that was asked for."""
 
 
 def run_main(script: str, args: Sequence[str], text: str | None = None) -> BaseException | None:
-    """Runs a script, or this text of it, as `__main__`; returns what it failed with, if it did.
+    """Run a script, or this text of it, as `__main__`; return its error, if it failed.
 
-    An exit with a status other than 0, or with words, is a failure.
+    An exit with a status other than 0, or with a message, is a failure.
     """
     argv, path, main = sys.argv, list(sys.path), sys.modules["__main__"]
     sys.argv = [script, *args]
@@ -244,7 +244,7 @@ def run_main(script: str, args: Sequence[str], text: str | None = None) -> BaseE
 
 
 def in_words(error: BaseException, steps: int) -> str:
-    """What a script failed with, in a line, and on which line of the user's."""
+    """Describe a script's error in a line, with the user's line."""
     said = (str(error).splitlines() or ["no message"])[0]
     frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     where = next((f" ({Path(file).name}:{line})" for file, line in reversed(frames) if is_users(file)), "")
@@ -252,26 +252,26 @@ def in_words(error: BaseException, steps: int) -> str:
 
 
 class _Pickler(pickle.Pickler):
-    """Writes tensors of a device as copies on the host: who reads them needs no context on the device."""
+    """Pickles tensors of a device as copies on the host: the reader needs no context on the device."""
 
     def reducer_override(self, obj: Any) -> Any:
-        """What pickle asks of every object."""
+        """Reduce tensors of a device to copies on the host."""
         if isinstance(obj, Tensor) and obj.device.type not in ("cpu", "meta"):
             return obj.detach().cpu().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
         return NotImplemented
 
 
 def pickled(value: Any) -> bytes:
-    """A value as bytes for another process."""
+    """Return a value as bytes for another process."""
     out = io.BytesIO()
     _Pickler(out, pickle.HIGHEST_PROTOCOL).dump(value)
     return out.getvalue()
 
 
 def carry_out(folder: str, pipe: str = "") -> None:
-    """Calls what lies in a folder and leaves there what it gives: what a fresh process does.
+    """Call the function pickled in a folder and leave its result there: the main of a fresh process.
 
-    `pipe`: the number of one whose other end is held by the process that asked for it.
+    `pipe`: the number of a pipe whose other end the asking process holds.
     """
     if pipe:
         _end_with(int(pipe))
@@ -282,14 +282,14 @@ def carry_out(folder: str, pipe: str = "") -> None:
 def can_copy() -> bool:
     """Whether a copy of this process is as good as a fresh one: no thread, no accelerator, nothing computed.
 
-    For the command line, which has done nothing but load: a process that has computed may hold threads that
-    its copies miss.
+    For the command line, which has only imported modules: a process that has computed may have threads that
+    its copies lack.
     """
     return can_fork() and threading.active_count() == 1 and not torch.accelerator.is_available()
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C during a patient run; `args` hold what that gave in the end, and what it said."""
+    """Raised for Ctrl-C during a patient run; `args` hold its result and its standard error."""
 
 
 def run_in_process(
@@ -298,9 +298,9 @@ def run_in_process(
     forked: bool = False,
     patient: bool = False,
 ) -> tuple[Any, str]:
-    """What `run` gives in a process of its own (None: it gave nothing), and what it said on standard error.
+    """Return the result of `run` in a process of its own (None: it had none), and its standard error.
 
-    `run` is pickled, and so is what it gives. The process has a session of its own, so that Ctrl-C reaches
+    `run` and its result are pickled. The process has a session of its own, so that Ctrl-C reaches
     this one alone, and ends when this one does; but not on Windows, where Ctrl-C reaches both.
 
     Raises:
@@ -350,7 +350,7 @@ def run_in_process(
 
 
 def _end_with(pipe: int) -> None:
-    """Ends this process when the other end of the pipe is closed: its holder has ended, however it did."""
+    """End this process when the other end of the pipe is closed: its holder has ended."""
     import fcntl
 
     def end(*_: object) -> None:
@@ -362,7 +362,7 @@ def _end_with(pipe: int) -> None:
 
 
 def _in_copy(folder: str, errors: int, ours: int, theirs: int) -> None:
-    """In a copy of the first process: do what lies in the folder, and at the end what that alone asks for."""
+    """Call the function pickled in the folder, in a copy of the first process, then end it."""
     os.setsid()
     os.close(ours)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

@@ -1,10 +1,10 @@
-"""The doctor's way with a script: run it watched in a process of its own, and look at steps of it again.
+"""Examine a script: run it watched in a process of its own, and rerun steps of it under the tape.
 
 The script is not changed. Where a run can be copied (see `process.Copies`), copies of it tape the steps that
-matter and try the cures while it runs. What they could not do is done afterwards in runs of their own, which
-go the same way up to that step; where nothing can be copied, that is everything. Over ranks of torchrun each
-runs the script in a process of its own, which meet at a port that is chosen anew for each run; all ranks get
-the same findings, so all decide the same next run, and what all found is made one verdict.
+matter and try the cures while it runs. What they could not do is done afterwards in runs from the start,
+which do the same up to that step; where nothing can be copied, that is everything. Over ranks of torchrun
+each runs the script in a process of its own, which meet at a new port in each run; all ranks get the same
+findings, so all decide the same next run, and the findings of all become one verdict.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _LEFT_ALONE = re.compile(
 
 
 def meeting_place() -> dict[str, str]:
-    """The environment in which the script's processes find each other, the same on all ranks."""
+    """Return the environment by which the script's processes find each other, the same on all ranks."""
     if world_size() == 1:
         return dict(os.environ)
     told: list[Any] = [None]
@@ -51,7 +51,7 @@ def meeting_place() -> dict[str, str]:
 
 
 def from_all(found: Found | str) -> list[Found]:
-    """What all ranks found, the same on each; ConfigError where one could not be run (a str)."""
+    """Return the findings of all ranks, on each; ConfigError where a rank could not be run (a str)."""
     everyone: list[Found | str] = gather(found)
     wrong = {number: one for number, one in enumerate(everyone) if isinstance(one, str)}
     if wrong:
@@ -61,7 +61,7 @@ def from_all(found: Found | str) -> list[Found]:
 
 
 def seen_by_all(seen: Seen | None) -> Seen | None:
-    """What running again showed on any rank; None where one of them could not."""
+    """Merge the results of a rerun over ranks; None where one of them could not run."""
     everyone: list[Seen] = [one for one in gather(seen) if one is not None]
     if len(everyone) < world_size():
         return None
@@ -78,7 +78,7 @@ def seen_by_all(seen: Seen | None) -> Seen | None:
 
 
 def one_document(everyone: Sequence[Document]) -> Document:
-    """Rank 0's numbers with the faults of all, each where it began, and the mean of the losses."""
+    """Return rank 0's document with the mean loss and the faults of all ranks, each where it began."""
     first = everyone[0]
     if len(everyone) == 1:
         return first
@@ -96,12 +96,12 @@ def one_document(everyone: Sequence[Document]) -> Document:
 
 
 def of_rank(faults: Sequence[Fault], number: int) -> list[Fault]:
-    """The faults that a rank has, as its own."""
+    """Return faults with the rank that has them."""
     return [copy.deepcopy(fault) for fault in faults if fault.rank in (None, number)]
 
 
 def origins(by_rank: Sequence[Sequence[Fault]]) -> list[Fault]:
-    """The faults of each step where they came first: a gradient that others sent is bad on every rank."""
+    """Return the faults of each step where they began: a gradient from other ranks is bad on every rank."""
     if len(by_rank) == 1:
         return list(by_rank[0])
     kept: list[Fault] = []
@@ -149,7 +149,7 @@ def examine_script(
     diff: bool = False,
     plan: bool = False,
 ) -> Document:
-    """Runs the script and returns what was found; without `copies` each look is a run of its own.
+    """Run the script and return what was found; without `copies` each rerun starts the script anew.
 
     `forked`: runs are copies of this process (see `process.can_copy`), which saves loading torch once more.
     `label`: what errors call it, in place of its path. `diff`, `plan`: write the cures that work into the
@@ -191,7 +191,7 @@ def examine_script(
 
 
 def _tried(order: Order, document: Document, text: str) -> Document | None:
-    """What is found in another text of the script; None where it does not run as far as the script itself."""
+    """Examine another text of the script; None where it does not run as far as the script itself."""
     try:
         found = _examined(dataclasses.replace(order, text=text), order.script)
     except ConfigError:
@@ -238,14 +238,14 @@ def _examined(order: Order, label: str) -> Document:
 
 
 class Anew:
-    """Runs the script again from its start, on every rank in a process of its own."""
+    """Reruns the script from its start, on every rank in a process of its own."""
 
     def __init__(self, order: Order) -> None:
         self._order = order
         self.interrupted = False
 
     def run(self, again: Again) -> Seen | None:
-        """What the steps to run again showed, on all ranks; nothing is run any more after Ctrl-C."""
+        """Return the result of the steps to run again, over all ranks; nothing runs any more after Ctrl-C."""
         if self.interrupted:
             return None
         order = dataclasses.replace(self._order, again=again)
@@ -257,7 +257,7 @@ class Anew:
 
 
 def _composed(found: Found, traced: Sequence[Fault]) -> Document:
-    """The document of a run with its faults: what the tape showed of it and what its notes tell."""
+    """Return the document of a run with its faults, those on the tape and those in the notes."""
     document, ledger = found.document, found.ledger
     document.bad = all_faults(ledger, traced)
     for fault in document.bad:
@@ -269,7 +269,7 @@ def _composed(found: Found, traced: Sequence[Fault]) -> Document:
 
 
 def _say_outlier(fault: Fault, ledger: Ledger) -> None:
-    """Adds to a cause within forward or backward the batch it came of, where that is out of proportion."""
+    """Add the batch to a cause in forward or backward, where that batch is far too large."""
     name, told = ledger.outlier(fault.step)
     if not told or fault.phase not in ("forward", "backward") or fault.cause.kind == "data" or fault.harmless:
         return
@@ -283,7 +283,7 @@ def _in_process(order: Order) -> tuple[Any, str]:
 
 
 def _first_run(order: Order, label: str) -> Found | str:
-    """This rank's run. A str says why there is nothing."""
+    """Run the script on this rank. A str says why there is no result."""
     try:
         found, said = _in_process(order)
     except Interrupted as ended:  # also where the script went on, or ended well
@@ -303,7 +303,7 @@ def _first_run(order: Order, label: str) -> Found | str:
 
 
 def _warnings(text: str) -> list[str]:
-    """The script's own warnings on standard error, each once."""
+    """Return the script's own warnings on standard error, each once."""
     lines = [line.strip() for line in text.splitlines() if "Warning" in line or "WARNING" in line]
     lines = [re.sub(r"^\S*/(?:in_script\.py:\d+: |(?=[^/\s]+:\d+: ))", "", line) for line in lines]
     short = [line if len(line) <= _LONGEST else f"{line[:_LONGEST]} ..." for line in dict.fromkeys(lines)]

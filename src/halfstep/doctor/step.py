@@ -1,4 +1,4 @@
-"""The doctor for a step function: what `hs.doctor.examine(step, x, y)` does."""
+"""Examine a step function: `hs.doctor.examine(step, x, y)`."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ GRADS = {torch.bfloat16: L.BF16, torch.float16: L.FP16, torch.float32: L.FP32}
 
 @cache
 def kernels(needed: bool = True) -> Any:
-    """The compiled kernels' module, None where Numba cannot be used, of which one warning tells.
+    """Return the compiled kernels' module, None where Numba cannot be used, of which one warning tells.
 
     Nothing is said where they are not `needed`: for passes that torch does as well, with the same values.
     """
@@ -59,7 +59,7 @@ def _items(sizes: tuple[int, ...], widths: tuple[int, ...] | None = None) -> tup
 
 
 def _cuts(size: int, width: int) -> Iterator[tuple[int, int]]:
-    """Starts and counts of about ITEM elements: whole rows, or parts of one."""
+    """Return starts and counts of about ITEM elements: whole rows, or parts of one."""
     if width <= ITEM:
         step = max(ITEM // max(width, 1) * width, 1)
         yield from ((s, min(step, size - s)) for s in range(0, size, step))
@@ -76,23 +76,23 @@ class WorkItems:
         self.found = np.empty((3, len(self.sizes)))
 
     def run(self, kernel: Callable[..., Any], *args: Any) -> None:
-        """Call a kernel that notes what it finds."""
+        """Call a kernel on all items; it writes what it finds."""
         run_ranges(kernel, self.sizes, self.items, *args, self.found)
 
     def totals(self, grad: int, table: Any) -> tuple[float, float]:
-        """Sum of squares and largest magnitude; squares that fp32 may have lost are taken anew in float64."""
+        """Return sum of squares and largest magnitude; squares fp32 may have lost are redone in float64."""
         total, peak = self.sums()
         if 0 < peak < TINY or HUGE < peak < math.inf:
             total, _ = self.measure(grad, table)
         return total, peak
 
     def measure(self, grad: int, table: Any) -> tuple[float, float]:
-        """Sum of squares, in float64, and largest magnitude of gradients that lie where the table says."""
+        """Return sum of squares, in float64, and largest magnitude of the gradients in the table."""
         self.run(kernels().measurer(grad, kernels().WIDE), table)
         return self.sums()
 
     def sums(self) -> tuple[float, float]:
-        """Sum of squares and largest magnitude of what was found, NaN where one is."""
+        """Return sum of squares and largest magnitude of all items, NaN where one is."""
         squares, peaks, _ = self.found
         if len(squares) > FEW:
             return squares.sum().item(), peaks.max(initial=0.0).item()
@@ -133,7 +133,7 @@ def run_ranges(kernel: Callable[..., Any], sizes: Sequence[int], *args: Any) -> 
 
 
 def measure(grads: Sequence[Tensor], inv_scale: float) -> HostStats:
-    """Finite flag, norm and largest magnitude (fp32 values) of dense CPU gradients, in one pass over each.
+    """Return finite flag, norm and largest magnitude (fp32) of dense CPU gradients, in one pass over each.
 
     Squares are added in float64, so that the norm, by which gradients are clipped, does not depend on how
     tensors are cut up.
@@ -146,14 +146,14 @@ def measure(grads: Sequence[Tensor], inv_scale: float) -> HostStats:
 
 
 def work_on(tensors: Sequence[Tensor]) -> tuple[WorkItems, Any]:
-    """The work items and the table for measuring dense CPU tensors of one dtype."""
+    """Return the work items and the table for measuring dense CPU tensors of one dtype."""
     table = np.zeros((3, len(tensors)), np.int64)
     table[2] = list(map(Tensor.data_ptr, tensors))
     return WorkItems(tuple(map(Tensor.numel, tensors))), table
 
 
 def combined(found: list[tuple[float, float]], inv_scale: float) -> HostStats:
-    """The answer for several sets of gradients; NaN wins over inf."""
+    """Combine the sums of several sets of gradients into stats; NaN wins over inf."""
     total, largest = found[0] if found else (0.0, 0.0)
     for squares, peak in found[1:]:
         total, largest = total + squares, float(np.maximum(largest, peak))

@@ -1,4 +1,4 @@
-"""Whether Triton's kernels run on a device, and their launch; what for is decided elsewhere."""
+"""Whether Triton's kernels run on a device, and how they are launched."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from halfstep.errors import UnsupportedError, warn
 
 @cache
 def kernels() -> Any:
-    """The kernels' module, or None where Triton cannot be imported."""
+    """Return the kernels' module, or None where Triton cannot be imported."""
     try:
         from halfstep.kernels.cuda import update as _triton_kernels
     except ImportError:
@@ -39,7 +39,7 @@ def usable(device: torch.device, demanded: bool) -> bool:
 
 @cache
 def why_not(device: torch.device) -> str:
-    """What keeps the kernels from running, and what to do; empty where they run."""
+    """Say what keeps the kernels from running, and what to do; empty where they run."""
     if device.type == "cpu" and (os.environ.get("TRITON_INTERPRET") != "1" or kernels() is None):
         return "a CPU (except in Triton's interpreter, TRITON_INTERPRET=1); leave backend at 'auto'"
     if device.type not in ("cpu", "cuda"):
@@ -54,7 +54,7 @@ def why_not(device: torch.device) -> str:
 
 
 def _failure(device: torch.device) -> str:
-    """Why a first small kernel could not be compiled and launched; empty where it ran."""
+    """Say why a first small kernel could not be compiled and launched; empty where it ran."""
     try:
         room = torch.zeros(8, dtype=torch.float32, device=device)
         peaks, flags = room.view(torch.int32), room[4:].view(torch.uint8)

@@ -1,4 +1,4 @@
-"""What one optimizer step did, told without making the accelerator wait.
+"""The outcome of an optimizer step, which can be read without making the accelerator wait.
 
 An `Outcome` holds device scalars as the step left them and copies them to the host in one transfer when
 a property is first read. `StepRecord` is the plain value that comes out; nothing here decides anything.
@@ -149,7 +149,7 @@ class Outcome:
             self._copy = send_to_host(torch.cat([t.view(torch.uint8) for t in moved]))
 
     def _tensors(self) -> dict[str, Tensor]:
-        """The values that are tensors, the widest first: so the bytes of each are aligned."""
+        """Return the values that are tensors, the widest first, so that the bytes of each are aligned."""
         held = {name: v for name, v in self._values.items() if isinstance(v, Tensor)}
         return dict(sorted(held.items(), key=lambda one: -one[1].element_size()))
 
@@ -185,11 +185,11 @@ class Outcome:
         return self.taken
 
     def forget(self) -> None:
-        """Do without `on_read`: what it would change is of the past."""
+        """Drop `on_read`: what it would change is of the past."""
         self._on_read = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pickle and copy as plain values."""
+        """Return plain values, for pickle and copies."""
         self.read()
         return self.__dict__
 

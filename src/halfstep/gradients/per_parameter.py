@@ -19,7 +19,7 @@ from halfstep.trees import Ends, dense_values, ends_of, gathered, home_device
 
 
 def amaxes_of(ends: Sequence[Ends]) -> Tensor:
-    """The largest magnitudes [n] of tensors whose ends are given, in fp32 (or fp64)."""
+    """Return the largest magnitudes [n] of tensors from their minima and maxima, in fp32 (or fp64)."""
     scalars = [end for pair in ends for end in pair]
     both = gathered(scalars, home_device(scalars)).view(-1, 2)
     return torch.maximum(-both[:, 0], both[:, 1])
@@ -27,7 +27,7 @@ def amaxes_of(ends: Sequence[Ends]) -> Tensor:
 
 @torch.no_grad()
 def amaxes(gradients: Sequence[Tensor]) -> Tensor:
-    """The largest magnitude of each gradient: [n], fp32 (fp64 if one is), NaN where there is one.
+    """Return the largest magnitude of each gradient: [n], fp32 (fp64 if one is), NaN where there is one.
 
     Gradients may differ in dtype and device; of a sharded one only the local shard is looked at.
     """
@@ -50,5 +50,5 @@ def _peaks(kernels: Any, tensors: Sequence[Tensor]) -> Tensor:
 
 
 def worst_of(amaxes: dict[str, float]) -> str:
-    """The name with the largest magnitude; NaN is larger than all."""
+    """Return the name with the largest magnitude; NaN is larger than all."""
     return max(amaxes, key=lambda n: math.inf if math.isnan(amaxes[n]) else amaxes[n])

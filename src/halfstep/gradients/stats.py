@@ -1,4 +1,4 @@
-"""One read-only pass over a set of gradients: are they finite, how long, how large.
+"""Finite flag, norm and largest magnitude of gradients, in one read-only pass.
 
 Works on any device, dtype and layout torch has, without reading anything back to the host. The optimizers'
 own one-pass kernels replace it where they exist and must agree with it.
@@ -27,7 +27,7 @@ _Peak = TypeVar("_Peak", covariant=True, default=Tensor)
 
 
 class GradStats(NamedTuple, Generic[_Flag, _Norm, _Peak]):
-    """What one look at gradients found: 0-d tensors on one device, unless `HostStats` or `AnyStats` is said.
+    """Stats of gradients: 0-d tensors on one device, or Python values (`HostStats`), or either (`AnyStats`).
 
     `norm` and `amax` are float32 (float64 if any gradient is) and describe the unscaled gradients. Where
     `finite` is false they are inf or NaN.
@@ -48,13 +48,13 @@ AnyStats = GradStats[bool | Tensor, float | Tensor, float | Tensor | None]
 
 
 class KernelStats(GradStats[Tensor, Tensor, Tensor]):
-    """What a kernel found, which wrote `found_inf`, the inverse of `finite`, as well."""
+    """Stats written by a kernel, which wrote `found_inf`, the inverse of `finite`, as well."""
 
     found_inf: Tensor
 
 
 class Clip(NamedTuple):
-    """The factor that clips gradients of this norm to `limit`, not computed yet: a kernel does on its way."""
+    """The factor that clips gradients of this norm to `limit`, to be computed by a kernel."""
 
     norm: float | Tensor
     limit: float
@@ -68,7 +68,7 @@ def found_inf_of(stats: AnyStats) -> bool | Tensor:
 
 
 def on_host_if_cpu(stats: AnyStats) -> AnyStats:
-    """On a CPU reading costs nothing, and Python values are cheaper than 0-d tensors."""
+    """Return Python values for stats on a CPU: cheaper than 0-d tensors, and reading costs nothing."""
     if not isinstance(stats.norm, Tensor) or stats.norm.device.type != "cpu":
         return stats
     return GradStats(bool(stats.finite), float(stats.norm), None if stats.amax is None else float(stats.amax))
@@ -86,7 +86,7 @@ def check_clip(clip_norm: float | None) -> None:
 
 
 def clip_coefficient(norm: float | Tensor, clip_norm: float) -> float | Tensor:
-    """`min(1, clip / (norm + 1e-6))`, the coefficient of `torch.nn.utils.clip_grad_norm_`."""
+    """Return `min(1, clip / (norm + 1e-6))`, the coefficient of `torch.nn.utils.clip_grad_norm_`."""
     coefficient = clip_norm / (norm + 1e-6)
     return coefficient.clamp(max=1.0) if isinstance(coefficient, Tensor) else min(coefficient, 1.0)
 
@@ -186,7 +186,7 @@ def measure_whole(
 def _brief(
     norm: Tensor, inv_scale: float | Tensor | None, dtype: torch.dtype | None = None
 ) -> GradStats[Tensor, Tensor, None]:
-    """What a norm tells alone."""
+    """Return the stats that follow from a norm alone."""
     if isinstance(inv_scale, Tensor):
         inv_scale = move_to(inv_scale, norm.device)
     unscaled = norm if inv_scale is None else norm * inv_scale
@@ -194,7 +194,7 @@ def _brief(
 
 
 def _sums(tensors: list[Tensor], home: torch.device) -> tuple[Tensor, Tensor]:
-    """Sum of squares in float64 (float32 where a device has none) and largest magnitude."""
+    """Return sum of squares in float64 (float32 where a device has none) and largest magnitude."""
     wide = torch.float32 if home.type == "mps" else torch.float64
     full = [t for t in tensors if t.numel()]
     if not full:

@@ -1,4 +1,4 @@
-"""Divide the loss scale out of gradients in place, and tell whether any was inf or NaN, in one pass.
+"""Divide the loss scale out of gradients in place, and find whether any was inf or NaN, in one pass.
 
 A device may bring a kernel of its own for this (`devices.register`); elsewhere torch's kernel runs where it
 exists and a plain implementation where not. No host synchronisation on accelerators.

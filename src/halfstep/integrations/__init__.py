@@ -69,7 +69,7 @@ def with_dtype(how: Options, mixed_precision: str | None) -> Options:
 
 
 def begun(session: hs.Session | None) -> hs.Session:
-    """The session; ConfigError where no optimizer was set up."""
+    """Return the session; ConfigError where no optimizer was set up."""
     if session is None:
         raise hs.ConfigError(
             "no optimizer was set up with its model: give both to one fabric.setup(model, optimizer)"

@@ -78,14 +78,14 @@ class Accelerator(accelerate.Accelerator):
         return super().prepare(*args, device_placement=device_placement)
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
-        """An optimizer whose `step()` is the session's; as the base does where there is no session."""
+        """Return an optimizer whose `step()` is the session's; as the base does where there is no session."""
         if self.session is None or optimizer not in self.session.optimizers:
             return super().prepare_optimizer(optimizer, device_placement)
         self._optimizers.append(Optimizer(optimizer, self.session))
         return self._optimizers[-1]
 
     def autocast(self, autocast_handler: Any = None) -> Any:
-        """The session's region; before `prepare` nothing."""
+        """Return the session's region; before `prepare` nothing."""
         return super().autocast(autocast_handler) if self.session is None else self.session.autocast()
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
@@ -131,7 +131,7 @@ class Optimizer(AcceleratedOptimizer):
         return self.outcome is not None and not self.outcome.taken
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's state, with the session's under "halfstep"."""
+        """Return the optimizer's state, with the session's under "halfstep"."""
         return {**self.optimizer.state_dict(), "halfstep": self.session.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -52,7 +52,7 @@ class Driven:
         self.session = prepare(module, optimizers, how)
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        """The session's region."""
+        """Return the session's region."""
         return nullcontext() if self.session is None else self.session.autocast()
 
     def backward(self, tensor: Tensor, model: Any, *args: Any, **kwargs: Any) -> None:
@@ -60,12 +60,12 @@ class Driven:
         begun(self.session).backward(tensor, **kwargs)
 
     def step(self, optimizer: torch.optim.Optimizer) -> hs.Outcome:
-        """A step of the session; gradients stay until `zero_grad`."""
+        """Take a step of the session; gradients stay until `zero_grad`."""
         self.outcome = begun(self.session).step(optimizer, zero_grad=False)
         return self.outcome
 
     def state_dict(self) -> dict[str, Any]:
-        """The session's state: loss scale and counts."""
+        """Return the session's state: loss scale and counts."""
         return {} if self.session is None else self.session.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -27,7 +27,7 @@ _DEPTH = 48
 
 
 def _sources(node: Node, depth: int = 24) -> list[Tensor]:
-    """The tensors from before the step that the op's inputs were made of."""
+    """Return the tensors from before the step that the op's inputs were computed from."""
     found: list[Tensor] = []
     todo, seen = [(node, 0)], {node.index}
     while todo:
@@ -46,7 +46,7 @@ def _sources(node: Node, depth: int = 24) -> list[Tensor]:
 def outlying_weight(
     node: Node, parameters: list[tuple[str, Tensor]], originals: Mapping[Any, Tensor]
 ) -> tuple[str, str] | None:
-    """The parameter behind the op's inputs of which one row is far larger than the others, and in words."""
+    """Return the parameter behind the op's inputs that has one far larger row, and a description."""
     read = {t.untyped_storage().data_ptr() for t in _sources(node) if t.layout == torch.strided and t.numel()}
     worst: tuple[float, tuple[str, str]] | None = None
     for name, p in ((name, local_of(p)) for name, p in parameters):
@@ -64,7 +64,7 @@ def outlying_weight(
 
 
 def _wider(tree: Any, dtype: torch.dtype | None) -> Any:
-    """Copies with every floating tensor, and every floating dtype that is asked for, made `dtype`."""
+    """Return copies in which every floating tensor, and every floating dtype argument, is `dtype`."""
     leaves, spec = pytree.tree_flatten(tree)
 
     def widen(x: Any) -> Any:
@@ -86,7 +86,7 @@ def _call(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
 
 
 def rerun(node: Node, dtype: torch.dtype | None) -> list[Tensor] | None:
-    """The op's results on the same inputs in another dtype (None: unchanged); None if it cannot run so."""
+    """Return the op's results in another dtype (None: unchanged), or None if it cannot run."""
     try:
         args, kwargs = _wider((node.args, node.kwargs or {}), dtype)
         return _call(node.func, args, kwargs)
@@ -102,7 +102,7 @@ class _WiderResults:
         self._done: dict[int, tuple[Node, list[Tensor] | None]] = {}
 
     def of(self, node: Node, depth: int = 0) -> list[Tensor] | None:
-        """The results of an op; None where it cannot be run again so."""
+        """Return the results of an op in fp32; None where it cannot be rerun."""
         if node.index not in self._done:
             self._done[node.index] = node, None
             self._done[node.index] = node, self._compute(node, depth)
@@ -133,8 +133,9 @@ class _WiderResults:
         return _wider(leaf, torch.float32)
 
     def at_fault(self) -> Node | None:
-        """An op on the way whose epsilon its format rounds to zero, else the earliest one whose stored result
-        has zeros where the wider one has none."""
+        """Return an op whose epsilon its format rounds to zero, else the earliest op with lost values.
+
+        Values are lost where the stored result is zero and the wider one is not."""
         on_the_way = [self._done[index] for index in sorted(self._done)]
         for node, _ in on_the_way:
             if not node.dropped and _lost_scalar(node):
@@ -151,7 +152,7 @@ def _all_finite(tensors: list[Tensor] | None) -> bool:
 
 
 def explain(node: Node, originals: Mapping[Any, Tensor]) -> tuple[Cause, Node]:
-    """Finds out why `node`, whose inputs were finite, gave a result that is not; and which op is at fault.
+    """Find out why `node`, whose inputs were finite, gave a result that is not; and which op is at fault.
 
     `originals`: values that the step later overwrote, as the tape kept them.
     """
@@ -185,7 +186,7 @@ def _range_or_precision(node: Node, fmt: Format, wide: torch.dtype, reached: flo
 
 
 def _lost_scalar(node: Node) -> tuple[float, torch.dtype] | None:
-    """A scalar argument that the tensors' format rounds to zero, as it does an epsilon, and that format."""
+    """Return a scalar argument that the tensors' format rounds to zero (an epsilon), and that format."""
     low = next((t for t in node.tensors() if t.is_floating_point()), None)
     if low is None:
         return None
@@ -200,7 +201,7 @@ def _lost_in_words(scalar: float, dtype: torch.dtype) -> str:
 
 
 def _earlier(node: Node, fmt: Format, originals: Mapping[Any, Tensor]) -> tuple[Cause, Node]:
-    """Not finite in fp64 on the same inputs: were those ruined by rounding to less than fp32 before?"""
+    """Explain a result that is not finite in fp64 either: were its inputs rounded below fp32 before?"""
     wider_results = _WiderResults(originals)
     if not _all_finite(wider_results.of(node)):
         words, advice = _mistake(node)
@@ -223,18 +224,18 @@ def _some(what: str, mask: Tensor) -> str:
 
 
 def counted(t: Tensor) -> str:
-    """How many NaN and infinities a tensor holds, in words."""
+    """Say how many NaN and infinities a tensor holds."""
     nans, infs = int(torch.isnan(t).sum()), int(torch.isinf(t).sum())
     return " and ".join(f"{n} {what}" for n, what in ((nans, "NaN"), (infs, "inf")) if n)
 
 
 def ill_values(t: Tensor) -> str:
-    """How many values are not finite, and in which row, if it is one."""
+    """Say how many values are not finite, and in which row, if it is one."""
     return f"{counted(t.detach())} of {t.numel()} values{ill_row(t) if t.dim() > 1 else ''}"
 
 
 def ill_row(t: Tensor) -> str:
-    """The one row (of a batch: sample) that holds all values that are not finite, in words; else nothing."""
+    """Name the one row (sample of a batch) that holds all values that are not finite; else nothing."""
     if t.dim() == 0 or t.shape[0] < 2 or not t.numel():
         return ""
     rows = torch.nonzero(~torch.isfinite(t.detach()).reshape(t.shape[0], -1).all(1)).flatten()
@@ -242,7 +243,7 @@ def ill_row(t: Tensor) -> str:
 
 
 def out_of_domain(node: Node) -> str:
-    """What a power is taken of that has none, in words; empty where it is only too large."""
+    """Say what a power was taken of outside its domain; empty where it is only too large."""
     base, exponent = (torch.as_tensor(x) for x in node.args[:2])
     for mask, what, wrong in (
         ((base == 0) & (exponent < 0), "0", "a negative power"),
@@ -267,8 +268,9 @@ _EDGES: dict[str, tuple[Callable[[Tensor], Tensor], str, str]] = {
 
 
 def _mistake(node: Node) -> tuple[str, tuple[str, str] | None]:
-    """The operation that has no value, in words, by its kernel; what to do about it, and the code, where that
-    is not to keep an argument from the edge of its domain."""
+    """Return the operation that has no value, what to do about it, and the code for that.
+
+    The last two are empty where the cure is to keep an argument from the edge of its domain."""
     base, name = node.base.removesuffix("_").removeprefix("_foreach_"), node.location.node
     backward = f" in the gradient of {node.op}" if name[-1:].isdigit() else f" in {name}" if name else ""
     floats = [t for t in node.tensors() if t.is_floating_point()]
@@ -297,7 +299,7 @@ def _mistake(node: Node) -> tuple[str, tuple[str, str] | None]:
 
 
 def _of_rows(node: Node, base: str, first: Tensor) -> tuple[str, tuple[str, str] | None]:
-    """The same for what takes rows together, which may have too few terms or no spread."""
+    """Return the same for ops over rows, which may have too few terms or no spread."""
     words = ""
     if "softmax" in base:
         text = "a row in which everything is masked has no softmax: keep one term, or zero such rows"
@@ -348,7 +350,7 @@ class UnderflowProbe:
         self.worst: tuple[Node, float, str, int] | None = None
 
     def look(self, node: Node, finite: bool) -> None:
-        """Re-runs the op in fp32 if most of its 16-bit results are zero."""
+        """Rerun the op in fp32 if most of its 16-bit results are zero."""
         if self.worst is not None or node.phase == "optimizer" or not finite or node.func.is_view:
             return
         for place, low in enumerate(node.outs):

@@ -2,7 +2,7 @@
 
 A cure is put in place from outside (around the functions the user calls, in the session or the optimizer), so
 that a run can try it before a person edits anything; `code` says what to write once it is known to work, in
-the words of the front door through which the script trains (`Terms`).
+the words of the interface through which the script trains (`Terms`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _MASTERS = 'hs.prepare(model, optimizer, level="O2")'
 
 @dataclass(frozen=True)
 class Terms:
-    """What to write, by door; of a plain loop where nothing else is said.
+    """What to write in a script, by the interface it trains through; defaults are those of a plain loop.
 
     `clip`: clips gradients. `bf16`: computes in bf16. `wide`: runs one op in fp32. `scale`: asks for another
     loss scale, `{}` where its value stands; `begin`: has a dynamic one begin there, where that is written in
@@ -120,7 +120,7 @@ LOOPS = {
 
 
 def terms_of(parts: StepParticipants, in_region: bool = False) -> Terms:
-    """The words for a step of these; `in_region`: whether the op that is to change ran under autocast."""
+    """Return the words for a script of these parts; `in_region`: whether the op ran under autocast."""
     kinds = {kind.__module__ for model in parts.models for kind in type(model).__mro__}
     if parts.loop in LOOPS:
         found = LOOPS[parts.loop]
@@ -161,7 +161,7 @@ class AtLocation(CallMode):
         self.met = not file
 
     def on_call(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Calls a function, the one that is meant through `change`."""
+        """Call a function; the one at the location through `change`."""
         name = getattr(func, "__name__", "")
         if not name.startswith("__get") and op_label(func, name) == self._op:
             in_region = torch.is_autocast_enabled(first_device((args, kwargs)))
@@ -189,7 +189,7 @@ def _scaled(bits: float, has_bias: float, func: Any, args: Any, kwargs: Any) -> 
 
 
 def _exponent(func: Any, args: Any) -> int | None:
-    """Which argument stands in the exponent of a number; None where none does."""
+    """Return the position of the argument that is an exponent; None where none is."""
     name = getattr(func, "__name__", "")
     if op_label(func, name) == "exp" or name == "__rpow__":
         return 0
@@ -226,13 +226,13 @@ def _clamped(value: float, *given: Any) -> Any:
 
 
 def over(dims: Sequence[int]) -> str:
-    """Dimensions as a script writes them; nothing for all."""
+    """Write dimensions as a script does; nothing for all."""
     return ", ".join(map(str, dims)) if len(dims) < 2 else f"({', '.join(map(str, dims))})"
 
 
 @contextmanager
 def with_attributes(thing: Any, **values: Any) -> Generator[None]:
-    """Within, `thing` has these values as attributes; afterwards it is as before."""
+    """Set attributes of `thing` for the block."""
     before = {name: getattr(thing, name) for name in values}
     own = {name for name in values if name in vars(thing)}
     for name, value in values.items():
@@ -258,7 +258,7 @@ FP16 = torch.float16
 
 @contextmanager
 def bf16_regions() -> Generator[None]:
-    """Within, regions that ask for fp16 get bf16."""
+    """Give bf16 to regions that ask for fp16, for the block."""
     set_dtype = torch.set_autocast_dtype
 
     def swapped(device_type: str, dtype: torch.dtype) -> None:
@@ -283,14 +283,14 @@ def _bf16(parts: StepParticipants, stack: ExitStack) -> Met | None:
 
 
 def has_scale(parts: StepParticipants) -> bool:
-    """Whether the loss is scaled, by what can be told another scale."""
+    """Whether the loss is scaled by something whose scale can be set."""
     if parts.session is not None:
         return not isinstance(parts.session.loss_scale, NoLossScale)
     return parts.scaler is not None and parts.scaler.is_enabled()
 
 
 def lift_loss_scale(parts: StepParticipants, stack: ExitStack, bits: float) -> Met | None:
-    """Multiplies the present loss scale by 2**bits until the stack closes."""
+    """Multiply the current loss scale by 2**bits until the stack closes."""
     session, scaler = parts.session, parts.scaler
     if not has_scale(parts):
         return None
@@ -313,7 +313,7 @@ def lift_loss_scale(parts: StepParticipants, stack: ExitStack, bits: float) -> M
 
 
 def scale_falls(parts: StepParticipants) -> bool:
-    """Whether the loss scale goes down by itself, and has not got to its least yet."""
+    """Whether the loss scale is dynamic and still above its minimum."""
     now, least = scale_now(parts)
     return has_scale(parts) and parts.scale_moves and now > max(least, 1.0)
 
@@ -325,7 +325,7 @@ def _lowest_scale(parts: StepParticipants, stack: ExitStack) -> Met | None:
 
 
 def _divided(parts: StepParticipants, stack: ExitStack, bits: int) -> Met:
-    """The loss divided by 2**bits before it is scaled and backward begins."""
+    """Divide the loss by 2**bits before it is scaled and backward begins."""
     owner, name = Tensor, "backward"
     if parts.session is not None:
         owner = parts.session
@@ -348,7 +348,7 @@ def _divided(parts: StepParticipants, stack: ExitStack, bits: int) -> Met:
 
 
 def _no_faster(parts: StepParticipants, stack: ExitStack, *most: float) -> Met:
-    """No learning rate out of all proportion to `most`, one for each group: such a one is `most` instead."""
+    """Limit learning rates far above `most`, one for each group, to `most`."""
     met = False
 
     def hold(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -366,7 +366,7 @@ def _no_faster(parts: StepParticipants, stack: ExitStack, *most: float) -> Met:
 def _logsumexp(
     parts: StepParticipants, stack: ExitStack, op: str, file: str, line: int, last: int, *dims: int
 ) -> Met:
-    """The logarithm of a sum of what `op` made on a line, taken on the line `last`, by torch's function."""
+    """Replace the logarithm of a sum of exponentials, taken on line `last`, by torch's logsumexp."""
     given: list[Tensor] = []
 
     def remember(func: Any, args: Any, kwargs: Any) -> Any:
@@ -383,9 +383,9 @@ def _logsumexp(
 
 
 def put_in_place(spec: Spec, parts: StepParticipants, stack: ExitStack) -> Met | None:
-    """Has steps of these run with a dose of a cure until the stack closes; None where that cannot be.
+    """Apply a dose of a cure to steps of these parts until the stack closes; None where that cannot be.
 
-    ("both", one, other) puts two in place; ("lowest scale",) the loss scale at its lowest.
+    ("both", first, second) applies two; ("lowest scale",) sets the loss scale to its minimum.
     """
     kind, *rest = spec
     if kind == "both":
@@ -423,7 +423,7 @@ def _spec(kind: str, node: Node, *amount: float) -> Spec:
 
 
 def _cure(*doses: tuple[Spec, str, str]) -> Cure:
-    """A cure by its doses (spec, text, code), each stronger than the one before."""
+    """Make a cure of doses (spec, text, code), each stronger than the one before."""
     (spec, text, code), *_ = doses
     kind = "full" if spec[0] == "full_here" else spec[0]
     return Cure(kind, text, code, specs=[d[0] for d in doses], doses=[d[1:] for d in doses])
@@ -471,7 +471,7 @@ def _for_range(
 
 
 def _scale_around(node: Node, bits: int, later: Sequence[Node]) -> Cure:
-    """Smaller by a power of two before an op, and larger by it after; its bias stays as it is."""
+    """Scale an op's input down by a power of two and its result up; the bias stays as it is."""
     of_the_call = (n for n in (node, *later) if n.location.call == node.location.call)
     added = node.op == "linear" and any(n.base.startswith("add") for n in of_the_call)
     text = f"scale by 2^-{bits} before {node.op} and undo it in fp32 after{_here(node.location)}"
@@ -486,13 +486,13 @@ _LARGE_LOSS = 1e3
 
 
 def scale_now(parts: StepParticipants) -> tuple[float, float]:
-    """The loss scale, and the least it may become."""
+    """Return the loss scale and its minimum."""
     rule = getattr(parts.session or parts.scaler, "loss_scale", None)
     return float(scale_of(parts.session, parts.scaler)), float(getattr(rule, "min", 0.0))
 
 
 def _smaller_loss(parts: StepParticipants, bits: int, root: float) -> list[Cure]:
-    """Divide a loss that is large by itself: a sum where a mean is meant, targets without a scale."""
+    """Divide a loss that is large by itself: a sum instead of a mean, targets without a scale."""
     loss = root / (scale_now(parts)[0] or 1.0)
     if loss < _LARGE_LOSS:
         return []
@@ -502,7 +502,7 @@ def _smaller_loss(parts: StepParticipants, bits: int, root: float) -> list[Cure]
 
 
 def _lower_scale(parts: StepParticipants, bits: int) -> list[Cure]:
-    """Lower the loss scale; further where what comes later in backward needs it, not below its own least."""
+    """Lower the loss scale, as far as later ops of backward need, but not below its minimum."""
     now, least = scale_now(parts)
     said = "lower the loss scale by 2^{} (a dynamic one does: the skip is harmless)"
     if parts.scale_moves:
@@ -516,7 +516,7 @@ def _lower_scale(parts: StepParticipants, bits: int) -> list[Cure]:
 
 
 def larger_scale(missing_bits: int, parts: StepParticipants) -> Cure:
-    """A loss scale that lifts what lies so many powers of two below the smallest value of its format."""
+    """Raise the loss scale for values so many powers of two below the smallest of their format."""
     bits = max(4, missing_bits + 8)
     text = f"raise the loss scale by 2^{bits}, or let it find its own"
     if parts.scale_moves:
@@ -525,7 +525,7 @@ def larger_scale(missing_bits: int, parts: StepParticipants) -> Cure:
 
 
 def _scale_written(parts: StepParticipants, value: float) -> str:
-    """Another loss scale in the words of the script; a dynamic one only where there is none."""
+    """Write another loss scale in the words of the script; a dynamic one only where there is none."""
     terms = terms_of(parts, True)
     return ((parts.scale_moves and terms.begin) or terms.scale).format(f"{value:.17g}")
 
@@ -558,7 +558,7 @@ def _for_precision(node: Node, culprit: Node, cause: Cause, parts: StepParticipa
 
 
 def _called(t: Tensor, node: Node) -> str:
-    """The user's name for a tensor that the op read; empty where it has none, or two have its values."""
+    """Return the user's name for a tensor that the op read; empty where it has none, or two match."""
     found = [
         n for n, v in node.names.items() if v.shape == t.shape and v.dtype == t.dtype and torch.equal(v, t)
     ]
@@ -566,7 +566,7 @@ def _called(t: Tensor, node: Node) -> str:
 
 
 def _instead_of_log(node: Node) -> list[Cure]:
-    """The logarithm of a softmax or a sigmoid, taken of the logits in one function that stays finite."""
+    """Replace the logarithm of a softmax or a sigmoid by the one function of the logits that stays finite."""
     todo = [(p[0], 0) for p in node.parents if p is not None and node.op == "log"]
     while todo:
         one, far = todo.pop()
@@ -590,7 +590,7 @@ _IN_PROPORTION = ("mul", "where", "masked_fill", "_to_copy", "bmm", "mm", "add")
 
 
 def _by_hand(node: Node, later: Sequence[Node]) -> tuple[Node | None, tuple[int, ...]]:
-    """What makes a softmax of what an op gave, or the logarithm of its sum, and that sum's dimensions."""
+    """Find a softmax or logsumexp that the script writes by hand after an op, and its dimensions."""
     made, sums, dims = {node.index}, set[int](), ()
     for one in later if node.phase == "forward" else ():
         again = one.func == node.func and one.location.line == node.location.line
@@ -611,7 +611,7 @@ def _by_hand(node: Node, later: Sequence[Node]) -> tuple[Node | None, tuple[int,
 
 
 def _base_of(node: Node) -> float:
-    """The number of which an op takes powers that become too large; 0 for other ops."""
+    """Return the base of a power that becomes too large; 0 for other ops."""
     base = node.args[0] if node.op == "pow" else math.e if node.op == "exp" else 0.0
     return float(base) if isinstance(base, int | float) and base > 1 else 0.0
 
@@ -659,7 +659,7 @@ def _away_from_the_edge(node: Node, cause: Cause, later: Sequence[Node] = ()) ->
 
 
 def unmask(node: Node, mask: Node) -> list[Cure]:
-    """What to do where an op takes in what a mask made -inf."""
+    """Return the cure where an op reads the -inf that a mask wrote."""
     text = f"leave the masked terms out of {node.op}{_here(node.location)}, or fill them with a finite number"
     return [Cure("advice", f"{text}{_here(mask.location)}", "x.masked_fill(mask, -1e4)")]
 
@@ -672,7 +672,7 @@ def propose(
     culprit: Node | None = None,
     later: Sequence[Node] = (),
 ) -> list[Cure]:
-    """The cures worth trying for this op and cause, cheapest first.
+    """Return the cures worth trying for this op and cause, cheapest first.
 
     `root`: the loss, scaled; `culprit`: the earlier op at fault, where it is not this one; `later`: the ops
     that ran after it.

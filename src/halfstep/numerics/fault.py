@@ -1,11 +1,11 @@
-"""A fault of a training step as data: where, why, what it spoiled, what cures it; and the judge of its cures.
+"""A fault of a training step as data: where, why, what it corrupted, what cures it; and how cures are judged.
 
-What finds faults (the tape, the notes of a run) and what tells of them (warnings, the doctor's document and
-report) share these values; they can be pickled. Words are made of them here, last of all.
+The tape and the notes of a run find faults; warnings, the doctor's document and its report show them. All
+share these values, which can be pickled and describe themselves in words.
 
-Whether a cure works is decided by one judge for every way to run a step again. `Rerun` is such a way: in
-place, in a copy of the process, in a fresh process, on all ranks together. The judge asks each the same
-questions in the same order. `Inquiry` looks at the bad steps of a run.
+`judge` decides whether a cure works, in the same way for every way to run a step again. `Rerun` is such a
+way: in place, in a copy of the process, in a fresh process, on all ranks together. `Inquiry` reruns the bad
+steps of a run.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class TensorInfo:
 
     @classmethod
     def of(cls, t: Tensor) -> TensorInfo:
-        """Describes `t`."""
+        """Describe `t`."""
         largest = abs(float(amax(t))) if t.is_floating_point() or t.is_complex() else 0.0
         return cls(dtype_name(t.dtype), tuple(t.shape), largest)
 
@@ -54,7 +54,7 @@ class Spoiled:
 
     @property
     def lasting(self) -> tuple[str, ...]:
-        """What stays spoiled when the step is skipped or over: everything but the gradients."""
+        """Return what stays corrupted after the step, or when it is skipped: everything but the gradients."""
         return (*self.parameters, *self.buffers, *self.optimizer_state)
 
     def __str__(self) -> str:
@@ -88,11 +88,11 @@ class Cause:
 
     @property
     def words(self) -> str:
-        """All that is known of it, in a line."""
+        """Return the whole cause in a line."""
         return "; ".join([self.text, *self.more])
 
     def and_also(self, text: str) -> Cause:
-        """The same with one more thing found."""
+        """Return the cause with one more finding."""
         return replace(self, more=(*self.more, text))
 
 
@@ -117,11 +117,11 @@ class Cure:
 
     @property
     def verdict(self) -> str:
-        """What became of it: `works over 4 steps`."""
+        """Return the result of its trial: `works over 4 steps`."""
         return self.status + (f" over {self.over} steps" if self.over > 1 else "")
 
     def settle(self, spec: Spec, over: int) -> None:
-        """This dose is the one that works, in so many steps."""
+        """Record that this dose works, in so many steps."""
         place = self.specs.index(spec)
         if self.doses:
             self.text, self.code = self.doses[place]
@@ -175,32 +175,32 @@ class Fault:
 
     @property
     def module(self) -> str:
-        """Path in the model; empty for the root and outside."""
+        """Return the path in the model; empty for the root and outside."""
         return self.location.module
 
     @property
     def module_class(self) -> str:
-        """The module's class."""
+        """Return the module's class."""
         return self.location.module_class
 
     @property
     def where(self) -> str:
-        """The user's source line: `train.py:9`."""
+        """Return the user's source line: `train.py:9`."""
         return self.location.where
 
     @property
     def code(self) -> str:
-        """The text of that line."""
+        """Return the text of that line."""
         return self.location.code
 
     @property
     def placed(self) -> str:
-        """The place as it follows an op: `in 2, train.py:9` or `outside any module, train.py:7`."""
+        """Return the place as it follows an op: `in 2, train.py:9` or `outside any module, train.py:7`."""
         return within(self.module, self.module_class) + (f", {self.where}" if self.where else "")
 
     @property
     def place(self) -> str:
-        """Rank (of several), module and source line in one phrase."""
+        """Return rank (of several), module and source line in one phrase."""
         rank = "" if self.rank is None else f"rank {self.rank}"
         kind = f" ({self.module_class})" if self.module_class else ""
         module = f"{self.module}{kind}" if self.module else ""
@@ -208,12 +208,12 @@ class Fault:
 
     @property
     def damage(self) -> str:
-        """What is not finite after the step and was before it, the loss if nothing else is."""
+        """Return what became nonfinite in the step, the loss if nothing else did."""
         return "the loss" if self.spoiled == Spoiled() and "loss" in self.reached else str(self.spoiled)
 
     @property
     def of_the_scale(self) -> bool:
-        """Whether only the present loss scale is too large for it, and nothing spoiled outlives the step.
+        """Whether only the current loss scale is too large, and nothing corrupted outlives the step.
 
         True where a run with a lower scale was finite, or could not be tried.
         """
@@ -223,7 +223,7 @@ class Fault:
 
     @property
     def best(self) -> Cure | None:
-        """The first cure that works, else the first that was not tried."""
+        """Return the first cure that works, else the first that was not tried."""
         works = (c for c in self.cures if c.status == WORKS)
         return next(works, next((c for c in self.cures if c.status == UNTRIED), None))
 
@@ -236,7 +236,7 @@ class Fault:
         return self.phase, self.module, self.op, self.where, self.cause.kind
 
     def story(self) -> str:
-        """The verdict in a few lines of plain text, without the cures."""
+        """Return the verdict in a few lines of plain text, without the cures."""
         code = [f"  {self.code}"] if self.code else []
         cause = f"  cause: {self.cause.words}"
         if not self.taped:
@@ -253,14 +253,14 @@ class Fault:
         return "\n".join([*lines, *([f"  hidden: {self.hidden}"] if self.hidden else [])])
 
     def summary(self) -> str:
-        """The verdict in a few lines of plain text."""
+        """Return the verdict in a few lines of plain text."""
         return "\n".join([self.story(), *(f"  {cure}" for cure in self.cures)])
 
     def __str__(self) -> str:
         return self.summary()
 
     def as_dict(self) -> dict[str, Any]:
-        """The fault as plain values: a row of the doctor's JSON."""
+        """Return the fault as plain values: a row of the doctor's JSON."""
         return {name: getattr(self, name) for name in _PLAIN} | {
             "cause": {"kind": self.cause.kind, "text": self.cause.words, "times": self.cause.times},
             "cures": [dict(vars(cure)) for cure in self.cures],
@@ -283,9 +283,9 @@ OF_AN_OP = ("full", "full_here", "scale", "epsilon", "clamp", "shift", "logsumex
 
 @dataclass(frozen=True)
 class Again:
-    """What to run again: the step with index `at` and `more` steps after it.
+    """A request to rerun the step with index `at` and `more` steps after it.
 
-    `cure`: what to put in place just before that step, or (`from_start`) at the start of the run. `taped`:
+    `cure`: what to apply just before that step, or (`from_start`) at the start of the run. `taped`:
     the index of a step to tape.
     """
 
@@ -298,7 +298,7 @@ class Again:
 
 @dataclass
 class Seen:
-    """What running again showed. `bad_at`: the first step from `at` on that was bad, `at` where the loss blew
+    """The result of a rerun. `bad_at`: the first step from `at` on that was bad, `at` where the loss blew
     up; None if all were well.
 
     `applied`: whether the cure was put in place and met what it changes; `falls`: whether the loss scale goes
@@ -321,12 +321,12 @@ class Rerun(Protocol):
     """A way to run steps again."""
 
     def run(self, again: Again) -> Seen | None:
-        """What that showed; None where it could not be run."""
+        """Return the result; None where it could not be run."""
         ...
 
 
 def try_cures(fault: Fault, again: Again, rerun: Rerun, rest: int = 0) -> list[Fault]:
-    """Tries all cures of a fault, and writes down what came of each; the faults found behind them.
+    """Try all cures of a fault, record the result of each, and return the faults found behind them.
 
     The first that works is tried for the `rest` of the steps; where these are few, each is. Where no change
     to the step works alone and another fault shows behind the first, both are cured together.
@@ -343,9 +343,9 @@ def try_cures(fault: Fault, again: Again, rerun: Rerun, rest: int = 0) -> list[F
 
 
 def try_cure(cure: Cure, fault: Fault, again: Again, rerun: Rerun) -> Fault | None:
-    """Tries the doses of a cure until one works, and writes down what came of it.
+    """Try the doses of a cure until one works, and record the result.
 
-    Returns the other fault that came to light with it in place, if any.
+    Returns the other fault that appeared with the cure applied, if any.
     """
     for spec in cure.specs:
         status, over, behind = judge(spec, fault, again, rerun)
@@ -359,7 +359,7 @@ def try_cure(cure: Cure, fault: Fault, again: Again, rerun: Rerun) -> Fault | No
 
 
 def _with_a_second(fault: Fault, again: Again, rerun: Rerun) -> Cure | None:
-    """A cure of one op, of which alone another op of the step leaves its range, together with one of that."""
+    """Combine a cure with one for the op that leaves its range once the first is applied."""
     first = next((c for c in fault.cures if c.status == FAILS and c.specs[-1][0] in OF_AN_OP), None)
     if first is None:
         return None
@@ -378,7 +378,7 @@ def _with_a_second(fault: Fault, again: Again, rerun: Rerun) -> Cure | None:
 
 
 def judge(spec: Spec, fault: Fault, again: Again, rerun: Rerun) -> tuple[str, int, Fault | None]:
-    """Whether a dose works, in how many steps, and the other fault that comes to light with it, if any.
+    """Return whether a dose works, in how many steps, and the other fault that appears with it, if any.
 
     It works where what is run again stays well, if need be at the lowest loss scale or but for one skipped
     update, or where another fault is the next. Empty where it could not be tried.
@@ -412,13 +412,13 @@ def judge(spec: Spec, fault: Fault, again: Again, rerun: Rerun) -> tuple[str, in
 
 
 def _traced(spec: Spec, again: Again, rerun: Rerun, index: int) -> Fault | None:
-    """What goes wrong at a step with a cure in place."""
+    """Return the fault of a step with a cure applied."""
     seen = rerun.run(replace(again, cure=spec, more=index - again.at, taped=index))
     return seen.faults[0] if seen is not None and seen.faults else None
 
 
 def alike(one: Fault, other: Fault) -> bool:
-    """Whether a fault is still there; the next op of a line may have taken over from the first."""
+    """Whether two faults are one; the next op of the same line counts as the first."""
     return (one.phase, one.module, one.cause.kind) == (other.phase, other.module, other.cause.kind)
 
 
@@ -451,7 +451,7 @@ class Inquiry:
         self._looks: Counter[str] = Counter()
 
     def look(self, suspect: Suspect) -> None:
-        """Tapes a step and tries the cures of what it shows."""
+        """Tape a step and try the cures of its fault."""
         enough = self._looks[suspect.bad] >= (_TRACES if suspect.bad else _GLANCES)
         known = [fault for fault in self.seen.faults if not fault.of_the_scale]
         if enough or (suspect.bad and len(known) >= _FAULTS):
@@ -493,7 +493,7 @@ class Inquiry:
                 known.append(behind)
 
     def try_from_start(self, fault: Fault, index: int, whole: bool) -> None:
-        """Tries the cures that need a run of their own; `whole`: to the end of the run."""
+        """Try the cures that need a run of their own; `whole`: to the end of the run."""
         taped = index if fault.underflow or fault.hidden else None
         more = 0 if taped is not None else self._steps if whole else min(self._steps - index, _REST)
         for cure in fault.cures:

@@ -22,12 +22,12 @@ _CHUNK = 1 << 22
 
 
 def lowest_exponent(fmt: Format) -> int:
-    """Exponent of the smallest subnormal: the first exponent bin of the format."""
+    """Return the exponent of the smallest subnormal: the first exponent bin of the format."""
     return fmt.min_exponent - fmt.mantissa_bits
 
 
 def _bins(fmt: Format) -> int:
-    """Zero, one bin for each exponent, infinity, NaN."""
+    """Return the number of bins: zero, one for each exponent, infinity, NaN."""
     return fmt.max_exponent - lowest_exponent(fmt) + 1 + 3
 
 
@@ -48,27 +48,27 @@ class Histogram:
 
     @property
     def total(self) -> int:
-        """Number of elements counted."""
+        """Return the number of elements counted."""
         return sum(self.exponents) + self.zeros + self.infs + self.nans
 
     @property
     def subnormals(self) -> int:
-        """Elements below the smallest normal number of the tensor's own format, zero not among them."""
+        """Return the number of nonzero elements below the smallest normal number of the tensor's format."""
         return sum(self.exponents[: FORMATS[self.dtype].min_exponent - self.lowest])
 
     @property
     def min_exponent(self) -> int | None:
-        """Smallest exponent present; None where no element is finite and not zero."""
+        """Return the smallest exponent present; None where no element is finite and not zero."""
         return next((self.lowest + i for i, n in enumerate(self.exponents) if n), None)
 
     @property
     def max_exponent(self) -> int | None:
-        """Largest exponent present; None where no element is finite and not zero."""
+        """Return the largest exponent present; None where no element is finite and not zero."""
         last = next((i for i in reversed(range(len(self.exponents))) if self.exponents[i]), None)
         return None if last is None else self.lowest + last
 
     def trimmed(self) -> tuple[int, tuple[int, ...]]:
-        """First exponent present and the counts from it to the last one present (0, () when none is)."""
+        """Return the first exponent present and the counts up to the last one (0, () when none is)."""
         first, last = self.min_exponent, self.max_exponent
         if first is None or last is None:
             return 0, ()
@@ -83,7 +83,7 @@ class Counts:
     bins: Tensor
 
     def read(self) -> Histogram:
-        """Copies the counts to the host (the one point where an accelerator is waited for)."""
+        """Copy the counts to the host (the one point that waits for an accelerator)."""
         zeros, *middle, infs, nans = self.bins.tolist()
         return Histogram(self.dtype, lowest_exponent(FORMATS[self.dtype]), tuple(middle), zeros, infs, nans)
 
@@ -117,7 +117,7 @@ def _flat(t: Tensor) -> Tensor:
 
 
 def _bin_index(magnitude: Tensor, fmt: Format) -> Tensor:
-    """Bin of every bit pattern (sign dropped), with integer operations only: flushing modes cannot touch it.
+    """Return the bin of every bit pattern (sign dropped), by integer operations, which never flush.
 
     A normal number with exponent field f lands in bin f + mantissa_bits, infinity included where the format
     has one. A subnormal's exponent is that of its mantissa as an integer.
@@ -137,7 +137,7 @@ def _bin_index(magnitude: Tensor, fmt: Format) -> Tensor:
 
 
 def count_many(parts: Sequence[Tensor]) -> Tensor:
-    """Counts many flat fp32 CPU tensors in one go: int64 [len(parts), bins], each row as `count`'s bins."""
+    """Count many flat fp32 CPU tensors together: int64 [len(parts), bins], each row as `count`'s bins."""
     fmt = FORMATS["fp32"]
     raw = torch.cat([p.view(torch.int32) for p in parts])
     sizes = torch.tensor([p.numel() for p in parts], device="cpu")
@@ -156,7 +156,7 @@ def count_many(parts: Sequence[Tensor]) -> Tensor:
 
 
 def count(t: Tensor) -> Counts:
-    """Counts the exponents of `t` (any float dtype, shape and device; complex: both parts).
+    """Count the exponents of `t` (any float dtype, shape and device; complex: both parts).
 
     Exact for every value: subnormals are counted at their own exponent, zeros, infinities and NaN apart.
     On an accelerator nothing waits.
@@ -180,7 +180,7 @@ def count(t: Tensor) -> Counts:
 
 
 def amax(t: Tensor) -> Tensor:
-    """Largest magnitude as a 0-d tensor of `t`'s dtype on its device; NaN if there is one, 0 when empty.
+    """Return the largest magnitude, 0-d, of `t`'s dtype on its device; NaN if there is one, 0 if empty.
 
     One pass of aminmax, which carries NaN along: the result is finite exactly when every element is.
     """
@@ -189,7 +189,7 @@ def amax(t: Tensor) -> Tensor:
 
 
 def what_if(t: Tensor, fmt: str | torch.dtype | Format, scale_log2: int = 0) -> WhatIf:
-    """What storing `t` in `fmt` after scaling by 2**scale_log2 would do, exactly; any float dtype.
+    """Return what storing `t` in `fmt` after scaling by 2**scale_log2 would do, exactly; any float dtype.
 
     Raises:
         ConfigError: `t` is not floating point.

@@ -60,7 +60,7 @@ def lint(
     session: Any = None,
     becomes: str | torch.dtype | None = None,
 ) -> list[Finding]:
-    """Looks for mistakes of precision; with `step(*batch)`, runs it once under the tape and puts all back.
+    """Find mistakes of precision; `step(*batch)`, if given, runs once under the tape and is undone.
 
     Args:
         step, batch: one training step, as for `trace_step`.
@@ -105,7 +105,7 @@ def lint(
 def findings_at_rest(
     parts: StepParticipants, step: Callable[..., Any] | None = None, becomes: str | torch.dtype | None = None
 ) -> list[Finding]:
-    """What shows without running a step: in buffers, optimizers, criteria and the session."""
+    """Yield findings that need no step: in buffers, optimizers, criteria and the session."""
     return [
         *_buffers(parts, becomes),
         *(Finding("epsilon", *found) for found in zero_epsilons(parts.optimizers)),
@@ -135,14 +135,14 @@ class LintProbe:
             self._uncast, self._low = "", low_ops(session.policy)
 
     def found(self) -> list[Finding]:
-        """What the step showed."""
+        """Return the findings of the step."""
         weights = [*_unfit_weights(self._session)]
         if self._uncast and not weights:
             return [*self.findings, Finding("no region", self._uncast, *no_region(self._session.policy))]
         return [*self.findings, *weights]
 
     def look(self, node: Node, finite: bool) -> None:
-        """Checks one op as it ran."""
+        """Check one op as it ran."""
         if node.func.is_view or node.phase not in ("forward", "recompute"):
             return
         if self._uncast is not None and any(t.dtype in LOW_DTYPES for t in node.outs):
@@ -211,7 +211,7 @@ _STUCK = 0.9
 
 
 def _stuck(node: Node) -> _Found:
-    """A running average or count in 16 bits that a change, too small for its spacing, leaves as it is."""
+    """Find a 16-bit running average or count that a change below its spacing leaves as it is."""
     base = node.base.removeprefix("_foreach_")
     learning = torch.is_grad_enabled() and any(t.requires_grad for t in node.tensors())
     if learning or base not in ("add_", "sub_", "mul_", "lerp_", "addcmul_"):
@@ -229,7 +229,7 @@ def _stuck(node: Node) -> _Found:
 
 
 def _equal_neighbours(node: Node) -> _Found:
-    """Positions, or a cumulative sum, of which neighbours that differ are equal in 16 bits."""
+    """Find positions or cumulative sums whose neighbours become equal in 16 bits."""
     out, given = node.outs[0], node.tensors()
     if out.numel() < 16:
         return
@@ -282,7 +282,7 @@ def _floating_buffers(parts: StepParticipants) -> Iterable[tuple[str, nn.Module,
 
 
 def _merged(where: str, buffer: Tensor, fmt: Format) -> Iterable[Finding]:
-    """A buffer whose values leave the format, or become equal in it (positions, frequencies)."""
+    """Find a buffer whose values leave the format, or become equal in it (positions, frequencies)."""
     wide = buffer.detach().float().flatten()
     low = wide if buffer.dtype == fmt.torch_dtype else wide.to(fmt.torch_dtype).float()
     cure = "keep this buffer in fp32 (a plan rule for it), or compute it where it is used"
@@ -297,12 +297,12 @@ def _merged(where: str, buffer: Tensor, fmt: Format) -> Iterable[Finding]:
 
 
 def coarse_weights(optimizers: Iterable[torch.optim.Optimizer]) -> Iterable[Finding]:
-    """16-bit weights without masters, where an update at the group's rate leaves most of a tensor as is."""
+    """Yield 16-bit weights without masters of which an update at the group's rate changes few elements."""
     return (row for row in _low_weights(optimizers) if row.rule == "learning rate")
 
 
 def _low_weights(optimizers: Iterable[torch.optim.Optimizer]) -> Iterable[Finding]:
-    """16-bit weights without masters, by whether updates at the group's learning rate are lost in them."""
+    """Yield 16-bit weights without masters, and whether updates at the group's rate are lost in them."""
     for optimizer in optimizers:
         kind, keeps = type(optimizer).__name__, holder_of(optimizer) is not None
         for number, group in enumerate(optimizer.param_groups):
@@ -326,7 +326,7 @@ def _low_weights(optimizers: Iterable[torch.optim.Optimizer]) -> Iterable[Findin
 
 
 def _zero_moments(optimizers: Iterable[torch.optim.Optimizer]) -> Iterable[Finding]:
-    """Optimizers whose second moments fp16 rounded to zero, by the first such parameter of each."""
+    """Yield optimizers whose second moments fp16 rounded to zero, by the first such parameter of each."""
     for optimizer in optimizers:
         first = next(find_zero_moments(optimizer), None)
         if first is not None:
@@ -336,7 +336,7 @@ def _zero_moments(optimizers: Iterable[torch.optim.Optimizer]) -> Iterable[Findi
 
 
 def masters_cure(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> str:
-    """The line that gives an optimizer masters."""
+    """Return the line that gives an optimizer masters."""
     kind = type(optimizer).__name__
     if holder_of(optimizer) is not None:
         return f"leave master=None out: hs.optim.{kind} then keeps the exact fp32 weights"
@@ -350,7 +350,7 @@ class Audit(list[Finding]):
     """The rows that `audit` found; prints as a table."""
 
     def __str__(self) -> str:
-        """One row a finding, its cure below it."""
+        """Return one row a finding, its cure below it."""
         if not self:
             return "no mistakes of precision found in weights, buffers and optimizer"
         rule = max(len(row.rule) for row in self)
@@ -398,7 +398,7 @@ def audit(
 
 
 def _untied(models: Iterable[nn.Module]) -> Iterable[Finding]:
-    """Pairs of matrices in two dtypes, of which one is the other rounded."""
+    """Find pairs of matrices in two dtypes of which one is the other, rounded."""
     for model in models:
         weights = {n: p.detach() for n, p in named_parameters(model).items() if p.dim() > 1 and not p.is_meta}
         for low_name, low in weights.items():
@@ -446,7 +446,7 @@ _CLIPS = ("clip_grad_norm_", "clip_grad_value_")
 
 
 def lint_source(source: str, name: str = "script") -> list[Finding]:
-    """Findings from a script's text: clipping of scaled gradients, losses that take probabilities.
+    """Find mistakes in a script's text: clipping of scaled gradients, losses that take probabilities.
 
     Raises:
         SyntaxError: the source is not Python.
@@ -459,7 +459,7 @@ def lint_source(source: str, name: str = "script") -> list[Finding]:
 
 
 def _clipping(calls: list[ast.Call], script: str) -> Iterable[Finding]:
-    """A clip after `scaler.scale(loss).backward()` without `unscale_` between them."""
+    """Find a clip after `scaler.scale(loss).backward()` without `unscale_` between them."""
     cure = ""
     for call in calls:
         name = called(call)
@@ -473,7 +473,7 @@ def _clipping(calls: list[ast.Call], script: str) -> Iterable[Finding]:
 
 
 def _before_a_clip(function: ast.expr) -> str:
-    """What a clip needs after this `x.backward`; nothing, if neither scaler nor session scales its loss."""
+    """Return the call that a clip needs after this `x.backward`; nothing, if the loss is not scaled."""
     owner = function.value if isinstance(function, ast.Attribute) else None
     if isinstance(owner, ast.Call):
         return "scaler.unscale_(optimizer) before the clip" if called(owner) == "scale" else ""
@@ -482,5 +482,5 @@ def _before_a_clip(function: ast.expr) -> str:
 
 
 def called(call: ast.Call) -> str:
-    """The name of the function or method that is called."""
+    """Return the name of the function or method that is called."""
     return getattr(call.func, "attr", getattr(call.func, "id", ""))

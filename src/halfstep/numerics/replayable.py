@@ -48,7 +48,7 @@ class _Ran:
 
     @property
     def device(self) -> torch.device:
-        """Where it computes."""
+        """Return the device of the models."""
         return compute_device(self.parts.parameters())
 
     @property
@@ -95,18 +95,18 @@ class Replayable:
 
     @property
     def traces(self) -> list[tuple[int, Trace]]:
-        """Step number and trace of each cause that was found; the last step may be replayed for it now."""
+        """Return step number and trace of each cause found; this may replay the last step."""
         self.settle()
         return self._traces
 
     @property
     def last(self) -> Trace | None:
-        """What the latest replay found."""
+        """Return the latest trace."""
         traces = self.traces
         return traces[-1][1] if traces else None
 
     def run(self, step: Callable[..., Any], *batch: Any) -> Any:
-        """Runs `step(*batch)`; if its gradients or its loss are not finite, replays it under the tape.
+        """Run `step(*batch)`; if its gradients or its loss are not finite, replay it under the tape.
 
         On an accelerator the verdict is read when the next step begins, or `last` or `traces` are read.
         `step` must not change its batch, and is called again for the replay.
@@ -134,7 +134,7 @@ class Replayable:
         return ran.result
 
     def settle(self) -> None:
-        """Reads the last step's verdict now, and replays it if it was bad and may tell something new."""
+        """Read the last step's verdict, and replay the step if it was bad and may show a new cause."""
         ran, self._ran = self._ran, None
         if ran is None:
             return
@@ -158,11 +158,11 @@ class Replayable:
 
     @property
     def _given(self) -> list[Any]:
-        """What was given and is alive."""
+        """Return the objects given to the constructor that are alive."""
         return [x for x in (self._session(), *self._others) if x is not None]
 
     def _keep(self, trace: Trace, tell: bool) -> None:
-        """Keeps a trace whose cause is new, with a warning where the user is to be told."""
+        """Keep a trace whose cause is new, and warn if asked."""
         bad = trace.bad
         if bad is None or any(bad.same_as(known.bad) for _, known in self._traces):
             return
@@ -179,7 +179,7 @@ class Replayable:
         return LossScaleCollapsed(f"{error}; first bad op: {bad.summary()}" if bad else str(error))
 
     def _guards(self, parts: StepParticipants, ran: _Ran) -> list[Any]:
-        """Hooks that keep the weights that an update with a gradient not finite would spoil."""
+        """Install hooks that copy weights before an update with nonfinite gradients corrupts them."""
 
         def guard(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             gradients = gradients_of(optimizer) if ran.early is None else []
@@ -209,7 +209,7 @@ class Replayable:
 
 
 def _on_any_rank(ran: _Ran, here: bool) -> bool:
-    """All ranks replay or none does: a replay takes part in their collectives."""
+    """Whether any rank replays: then all do, since a replay takes part in their collectives."""
     if world_size() == 1:
         return here
     return bool(all_ranks(torch.tensor(here, device=ran.device), ran.parts.group))

@@ -1,4 +1,4 @@
-"""Running a training step again from the state it started from.
+"""Run a training step again from the state it started from.
 
 `StepParticipants` says what takes part: models, optimizers, a session, whatever keeps state. A `Snapshot`
 holds copies of everything a step changes: weights, buffers, gradients, optimizer and scaler state, random
@@ -30,21 +30,21 @@ def is_session(thing: Any) -> bool:
 
 
 def scale_of(session: Any, scaler: Any) -> float | Tensor:
-    """The present loss scale of a session or else of a scaler; 1 without either."""
+    """Return the current loss scale of a session or else of a scaler; 1 without either."""
     if session is not None:
         return session.loss_scale.value
     return 1.0 if scaler is None else scaler.get_scale()
 
 
 def listed(value: Any) -> list[Any]:
-    """One thing, several or None, as a list."""
+    """Return one object, several or None, as a list."""
     if value is None:
         return []
     return list(value) if isinstance(value, Iterable) and not isinstance(value, nn.Module) else [value]
 
 
 def prefixed(models: Iterable[nn.Module]) -> Iterable[tuple[str, nn.Module]]:
-    """Models with what stands before their names: nothing for the first, its class for any other."""
+    """Yield models with the prefix of their names: none for the first, its class for any other."""
     return ((f"{type(model).__name__}." if number else "", model) for number, model in enumerate(models))
 
 
@@ -77,17 +77,17 @@ class StepParticipants:
 
     @property
     def model(self) -> nn.Module | None:
-        """The first model, the one whose paths stand without a prefix."""
+        """Return the first model, whose paths have no prefix."""
         return self.models[0] if self.models else None
 
     @property
     def group(self) -> Any:
-        """The process group of the session's ranks, None for all."""
+        """Return the process group of the session's ranks, None for all."""
         return getattr(self.session, "group", None)
 
     @property
     def scale_moves(self) -> bool:
-        """Whether the loss scale finds its own place: one that is too large goes down by itself."""
+        """Whether the loss scale is dynamic: one that is too large backs off by itself."""
         holder = self.session or self.scaler
         scale = getattr(holder, "loss_scale", None)
         if scale is None:
@@ -95,13 +95,13 @@ class StepParticipants:
         return not isinstance(scale, NoLossScale | StaticLossScale)
 
     def parameters(self) -> list[Tensor]:
-        """Every parameter of the models and every tensor the optimizers update, once."""
+        """Return every parameter of the models and every tensor the optimizers update, once."""
         owned = [p for m in self.models for p in m.parameters()]
         updated = [p for o in self.optimizers for p in parameters_of(o)]
         return list({id(p): p for p in (*owned, *updated)}.values())
 
     def named_values(self) -> Iterable[tuple[str, str, Tensor]]:
-        """Kind (parameter, buffer or state), name and value of what a step may change."""
+        """Yield kind (parameter, buffer or state), name and value of what a step may change."""
         names: dict[Tensor, str] = {}
         for prefix, model in prefixed(self.models):
             for name, parameter in model.named_parameters():
@@ -126,7 +126,7 @@ def _keeps_state(thing: Any) -> bool:
 
 
 def closed_over(function: Any) -> list[Any]:
-    """What a function holds in its closure."""
+    """Return the values in a function's closure."""
     found: list[Any] = []
     for cell in getattr(function, "__closure__", None) or ():
         with suppress(ValueError):  # a name the enclosing function has not bound yet
@@ -135,7 +135,7 @@ def closed_over(function: Any) -> list[Any]:
 
 
 def _reachable(step: Callable[..., Any]) -> list[Any]:
-    """Stateful objects a function refers to: its closure, globals it names, the object it is bound to."""
+    """Return stateful objects that a function refers to: in its closure, as globals, as its `self`."""
     function = getattr(step, "__func__", step)
     function = getattr(function, "func", function)
     found: list[Any] = []
@@ -155,7 +155,7 @@ _replaying = 0
 
 @contextmanager
 def replay() -> Generator[None]:
-    """Marks what runs within as a replay: a watch does not take it for training."""
+    """Mark the block as a replay: a watch does not take it for training."""
     global _replaying
     _replaying += 1
     try:
@@ -170,7 +170,7 @@ def replaying() -> bool:
 
 
 def run_eagerly() -> AbstractContextManager[Any]:
-    """Within, compiled code runs as written. Nothing to do, and nothing imported, where none was compiled."""
+    """Run compiled code as it was written, for the block; imports nothing where none was compiled."""
     if "torch._dynamo" not in sys.modules:
         return nullcontext()
     return torch.compiler.set_stance("force_eager")
@@ -189,7 +189,7 @@ def _deep(value: Any, device: torch.device | None = None) -> Any:
 
 
 def _put_back(saved: Any, live: Any) -> Any:
-    """What was saved, in the tensors that are there now where they fit: they stay what others know."""
+    """Write saved values into the live tensors where they fit, so that these keep their identity."""
     if isinstance(saved, dict):
         now: dict[Any, Any] = live if isinstance(live, dict) else {}
         return {k: _put_back(v, now.get(k)) for k, v in saved.items()}
@@ -201,7 +201,7 @@ def _put_back(saved: Any, live: Any) -> Any:
 
 
 def _values(tensors: Iterable[Tensor], home: torch.device | None = None) -> Restore:
-    """Values of some tensors and of their gradients, which are kept on the device `home`."""
+    """Save values of tensors and of their gradients on the device `home`."""
     saved = [(t, t.device, _deep(t, home), _deep(t.grad, home) if t.is_leaf else None) for t in tensors]
 
     def restore() -> None:
@@ -215,7 +215,7 @@ def _values(tensors: Iterable[Tensor], home: torch.device | None = None) -> Rest
 
 
 def _buffers(modules: Sequence[nn.Module]) -> Restore:
-    """Buffers may be rebound by forward, so the binding is restored as well as the value."""
+    """Save buffers with their bindings, which forward may change."""
     training = [(m, m.training) for m in modules]
     bound = [(m, dict(m._buffers)) for m in modules if m._buffers]
     restore_values = _values({id(b): b for _, own in bound for b in own.values() if b is not None}.values())
@@ -232,7 +232,7 @@ def _buffers(modules: Sequence[nn.Module]) -> Restore:
 
 
 def _optimizer_state(optimizer: torch.optim.Optimizer) -> Restore:
-    """State and options of one optimizer, restored in place: others may hold its groups."""
+    """Save state and options of one optimizer, to be restored in place: others may hold its groups."""
     groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
     state = {p: _deep(s) for p, s in optimizer.state.items()}
 
@@ -277,7 +277,7 @@ class Snapshot:
                 self._restore.append(partial(release.load, release.state()))
 
     def restore(self) -> None:
-        """Writes every value back and sets the random generators."""
+        """Write every value back and set the random generators."""
         with torch.no_grad():
             for restore in self._restore:
                 restore()

@@ -89,17 +89,17 @@ class OpLocation:
 
     @property
     def code(self) -> str:
-        """The text of the source line, stripped; empty if the source is not at hand."""
+        """Return the text of the source line, stripped; empty if there is no source."""
         return linecache.getline(self.file, self.line).strip() if self.file else ""
 
     @property
     def where(self) -> str:
-        """`file.py:12` (the file's name without its folder), empty if unknown."""
+        """Return `file.py:12` (the file's name without its folder), empty if unknown."""
         return f"{Path(self.file).name}:{self.line}" if self.file else ""
 
 
 def op_label(function: Any, base: str) -> str:
-    """The op's name as the op table has it, else as the user called it, else the kernel's, tidied."""
+    """Return the op's name in the op table, else as the user called it, else the kernel's, shortened."""
     if function is not None:
         reflected = _REFLECTED.fullmatch(getattr(function, "__name__", ""))
         named = canonical_op(function) or (reflected and reflected[1])
@@ -123,7 +123,7 @@ def is_users(file: str) -> bool:
 
 
 def _stack() -> Iterable[Any]:
-    """The frames of this thread, innermost first: the one place where they are read."""
+    """Yield the frames of this thread, innermost first; nothing else reads them."""
     frame = sys._getframe(1)
     while frame is not None:
         yield frame
@@ -131,7 +131,7 @@ def _stack() -> Iterable[Any]:
 
 
 def look() -> tuple[str, str, int]:
-    """Walks the Python stack outward: (`backward`, `recompute` or "", the user's file, the user's line).
+    """Walk the Python stack outward: (`backward`, `recompute` or "", the user's file, the user's line).
 
     Inside backward the walk stops at the engine: what lies beyond is the call of backward itself.
     """
@@ -148,13 +148,13 @@ def look() -> tuple[str, str, int]:
 
 
 def running_loop(ends: Iterable[str]) -> str:
-    """Of sources named by the ends of their paths, the one whose function is running; else nothing."""
+    """Return which of these sources, given by ends of paths, has a running function; else nothing."""
     files = (frame.f_code.co_filename.replace(os.sep, "/") for frame in _stack())
     return next((end for file in files for end in ends if file.endswith(end)), "")
 
 
 def _variables(frame: Any) -> Iterable[tuple[str, torch.Tensor]]:
-    """A frame's tensors by the names the user gave them, plain variables before what lies in containers."""
+    """Yield a frame's tensors by their variables' names, plain variables before those in containers."""
     later: list[tuple[str, torch.Tensor]] = []
     for name, value in list(frame.f_locals.items()):
         if isinstance(value, torch.Tensor):
@@ -166,7 +166,7 @@ def _variables(frame: Any) -> Iterable[tuple[str, torch.Tensor]]:
 
 
 def users_names(tensors: Iterable[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors by the names of the user's variables that hold them now, outermost function first."""
+    """Return the names of the user's variables that hold these tensors, outermost function first."""
     wanted = {key_of(t): t for t in tensors if t.numel()}
     frames = [f for f in _stack() if is_users(f.f_code.co_filename)] if wanted else []
     found: dict[str, torch.Tensor] = {}
@@ -179,14 +179,14 @@ def users_names(tensors: Iterable[torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def within(module: str, kind: str) -> str:
-    """Where an op ran, in words: `kind` is the class of the module, empty outside of all."""
+    """Say where an op ran; `kind` is the class of the module, empty outside of all."""
     if module:
         return f"in {module}"
     return f"in the root module ({kind})" if kind else "outside any module"
 
 
 class CallMode(TorchFunctionMode):
-    """Sees the torch functions that a script calls, those in backward too, which torch hides from modes."""
+    """A mode that sees the torch functions a script calls, also in backward, where torch hides them."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad):
@@ -196,11 +196,11 @@ class CallMode(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
 
     def on_call(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Calls a function."""
+        """Call a function."""
         return func(*args, **kwargs)
 
     def on_backward(self, func: Any, args: Any) -> None:
-        """Autograd's engine is about to run."""
+        """Run autograd's engine."""
 
 
 def is_finite(t: Tensor) -> bool:
@@ -235,17 +235,17 @@ class Node:
 
     @property
     def aten(self) -> str:
-        """Full name of the kernel: `aten.mm.default`."""
+        """Return the full name of the kernel: `aten.mm.default`."""
         return str(self.func)
 
     @property
     def base(self) -> str:
-        """The op's name without namespace and overload: `mm`."""
+        """Return the op's name without namespace and overload: `mm`."""
         return schema_of(self.func).name.split("::")[-1]
 
     @property
     def op(self) -> str:
-        """The op as the user called it (`linear`), or the kernel's name where no call is known.
+        """Return the op as the user called it (`linear`), or the kernel's name where no call is known.
 
         A cast is a `cast`, unless it rounds the result of the same call: that is part of the op.
         """
@@ -256,17 +256,17 @@ class Node:
         return op_label(self.location.function, self.base)
 
     def tensors(self) -> list[Tensor]:
-        """The tensor arguments, as they were before the op ran."""
+        """Return the tensor arguments, as they were before the op ran."""
         return tensors_in((self.args, self.kwargs))
 
     def given(self) -> list[Tensor]:
-        """What the user's call was given, where this op only rounds its result; else its own tensors."""
+        """Return the tensors of the user's call, where this op only rounds its result; else its own."""
         if self.base != "_to_copy" or self.op == "cast" or not self.outs:
             return self.tensors()
         return self._given_to_call(self.outs[0].dtype)
 
     def _given_to_call(self, dtype: torch.dtype) -> list[Tensor]:
-        """Follows ops of the same call to what they began with; what autocast made `dtype` is that."""
+        """Follow ops of the same call to their first tensors; a cast by autocast counts as its input."""
         found: list[Tensor] = []
         for t, parent in zip(self.tensors(), self.parents):
             made = None if parent is None else parent[0]
@@ -332,7 +332,7 @@ def _version(t: Tensor) -> int:
 
 
 def key_of(t: Tensor) -> tuple[Any, ...]:
-    """Identity of the memory a tensor shows: the same for the aliases that autograd makes of it."""
+    """Return the identity of a tensor's memory: the same for the aliases that autograd makes."""
     if t.layout != torch.strided:
         return (id(t),)
     return (_storage(t), t.storage_offset(), tuple(t.shape), t.stride(), t.dtype)
@@ -410,7 +410,7 @@ class Tape(TorchDispatchMode):
         self._steps.pop()
 
     def _learn(self, root: nn.Module) -> None:
-        """Names a tree of modules, the first with weights without a prefix, and follows its gradients."""
+        """Name a tree of modules, the first with weights without a prefix, and hook its gradients."""
         first = next(root.parameters(), None) is not None and "" not in self._names.values()
         prefix = [] if first else [type(root).__name__]
         for name, module in root.named_modules():
@@ -433,7 +433,7 @@ class Tape(TorchDispatchMode):
             self.check("gradient", name, parameter.grad)
 
     def enter_module(self, module: nn.Module, args: Any = ()) -> None:
-        """Notes that a module's forward begins, or that it did before the tape."""
+        """Note that a module's forward begins, or that it did before the tape."""
         if module not in self._names:
             self._learn(module)
         self._running.append(module)
@@ -443,7 +443,7 @@ class Tape(TorchDispatchMode):
             self._running.pop()
 
     def check(self, kind: str, name: str, value: Tensor) -> bool:
-        """Notes `value` as an end of the step; returns whether it is finite."""
+        """Note `value` as an end of the step; return whether it is finite."""
         with disable_current_modes():
             finite = is_finite(value)
         if finite:
@@ -453,7 +453,7 @@ class Tape(TorchDispatchMode):
         return False
 
     def look_at_root(self, loss: Tensor) -> None:
-        """Notes where backward begins."""
+        """Note where backward begins."""
         if self.check("loss", "loss", loss):
             with disable_current_modes():
                 self.root_amax = max(self.root_amax, float(amax(loss)) if loss.numel() == 1 else 0.0)
@@ -491,7 +491,7 @@ class Tape(TorchDispatchMode):
         return phase, self._forward_location(location)
 
     def _forward_location(self, here: OpLocation) -> OpLocation:
-        """The forward call behind the backward node that is running; a custom backward keeps its own line."""
+        """Return the forward call of the running backward node; a custom backward keeps its own line."""
         node: Any = running_node()
         sequence = _NO_SEQUENCE if node is None else node_number(node)
         known = self._locations.get(sequence) if sequence < _NO_SEQUENCE else None
@@ -507,7 +507,7 @@ class Tape(TorchDispatchMode):
         return replace(location, node=node.name())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs one kernel and records it."""
+        """Run one kernel and record it."""
         kwargs = kwargs or {}
         if func.namespace == "profiler":
             return func(*args, **kwargs)
@@ -546,14 +546,14 @@ class Tape(TorchDispatchMode):
         return out
 
     def _maker(self, t: Tensor) -> tuple[Node, int] | None:
-        """Which op made what `t` shows; None where it was written to since, through another view."""
+        """Return the op that wrote `t`; None where it was written since, through another view."""
         made = self._made.get(key_of(t))
         return made[:2] if made is not None and _version(t) in made[2] else None
 
     def _collective(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """No op of this rank's: it may be under way still, and a re-run would wait for the other ranks.
+        """Record a collective, which is not rerun: it would wait for the other ranks, or is not over.
 
-        What this rank gave it is followed through; what others gave shows when somebody reads the result.
+        Faults of this rank's inputs are followed through; those of others show when the result is read.
         """
         self.talked = True
         out = func(*args, **kwargs)
@@ -566,7 +566,7 @@ class Tape(TorchDispatchMode):
         return out
 
     def was_received(self, t: Tensor) -> bool:
-        """Whether a collective had to do with the memory of `t`."""
+        """Whether a collective wrote the memory of `t`."""
         return _storage(t) in self._received
 
     def _count(self, node: Node, results: list[Tensor], given: list[Tensor]) -> None:
@@ -577,7 +577,7 @@ class Tape(TorchDispatchMode):
             self.counts[(node.phase, node.op, dtype_name(dtype))] += 1
 
     def _judge(self, node: Node, given: list[Tensor], copies: dict[int, Tensor]) -> bool:
-        """Decides whether the node's results are finite, and whether it is an origin or passed it on."""
+        """Decide whether the node's results are finite, and whether it is an origin or passed it on."""
         if node.func.is_view:
             return False
         looked = node.outs[:1] if node.base.startswith(_ONLY_FIRST) else node.outs
@@ -609,7 +609,7 @@ class Tape(TorchDispatchMode):
         return True
 
     def _note_swallowed(self, node: Node, given: list[Tensor], copies: dict[int, Tensor]) -> None:
-        """Not finite in, finite out: rightly so in a softmax over a mask, wrongly in a division by inf."""
+        """Note an op that takes in nonfinite values and gives finite ones: a softmax over a mask may."""
         if not self._bad or node.base.endswith(_MAY_SWALLOW) or node.base in _OVERWRITES:
             return
         if not any(t.is_floating_point() for t in node.outs):
@@ -620,7 +620,7 @@ class Tape(TorchDispatchMode):
                 self.swallowed.append((node, known[0]))
 
     def _keep(self, node: Node, bad: bool) -> None:
-        """Holds on to arguments and results while the budget lasts; origins are held always."""
+        """Keep arguments and results while the budget lasts; those of origins always."""
         if bad and node.index in self.candidates and len(self.candidates) <= 16:
             node.args, node.kwargs = _detached(node.args), _detached(node.kwargs)
             return
@@ -642,7 +642,7 @@ def _detached(tree: Any) -> Any:
 
 
 def written_by(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """The tensors that the op changes in place, by its schema (which forgets running statistics)."""
+    """Return the tensors that the op changes in place, by its schema, and running statistics."""
     found: list[Tensor] = []
     for i, argument in enumerate(schema_of(func).arguments):
         declared = argument.alias_info is not None and argument.alias_info.is_write
@@ -657,7 +657,7 @@ def _has_nan(tensors: list[Tensor]) -> bool:
 
 
 def _writes_infinity(node: Node) -> bool:
-    """Whether the op was told to write an infinity (`masked_fill(mask, -inf)`): a mask, not an accident."""
+    """Whether the op's arguments ask for an infinity (`masked_fill(mask, -inf)`): a mask."""
     if node.base.removesuffix("_") not in _FILLS:
         return False
     scalars = [x for x in pytree.tree_flatten((node.args, node.kwargs))[0] if isinstance(x, float)]
@@ -665,14 +665,14 @@ def _writes_infinity(node: Node) -> bool:
 
 
 def _adds_mask(node: Node, wrong: list[Tensor]) -> bool:
-    """Whether all that came from before the step is a mask of zeros and -inf, and it did what masks do."""
+    """Whether all inputs from before the step are a mask of zeros and -inf, and the op applied it."""
     if node.base not in ("add", "add_", "baddbmm") or not node.outside or _has_nan(wrong):
         return False
     return all(bool(((t == 0) | (t == -math.inf)).all()) for t in node.outside)
 
 
 class _Calls(CallMode):
-    """Remembers which torch function the user called, and sees the root of each backward."""
+    """A mode that records which torch function the user called, and the root of each backward."""
 
     def __init__(self, tape: Tape) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The first bad op of a training step: where inf or NaN was born, why, what it spoiled, what cures it.
+"""The first bad op of a training step: where inf or NaN appeared, why, what it corrupted, what cures it.
 
 `trace_step` runs one step under the tape and puts everything back as it was, so it may be called on a live
 training run. `first_bad_op` is its short form. Cures are tried in place: on one rank, or on all
@@ -68,7 +68,7 @@ class _InPlace:
         self._together, self._through = together, through
 
     def run(self, again: Again) -> Seen | None:
-        """Whether the step stays finite with the cure; one that it cannot run with does not help."""
+        """Return whether the step stays finite with the cure; one with which it cannot run does not help."""
         assert again.cure is not None
         if self._together and not (self._through and again.cure[0] in _SCALES):
             return None
@@ -114,7 +114,7 @@ class Trace:
     talked: bool = False
 
     def rows(self) -> list[dict[str, Any]]:
-        """How often each (phase, op, dtype) ran, as rows."""
+        """Return how often each (phase, op, dtype) ran, as rows."""
         return [{"phase": p, "op": o, "dtype": d, "count": n} for (p, o, d), n in self.counts.items()]
 
 
@@ -129,7 +129,7 @@ def trace_step(
     try_cures: bool = True,
     observers: Iterable[Observer] = (),
 ) -> Trace:
-    """Runs `step(*batch)` once under the tape and restores weights, buffers, states and random generators.
+    """Run `step(*batch)` once under the tape and restore weights, buffers, states and random generators.
 
     Args:
         step: does forward, backward and the optimizer's step; called again for each cure that is tried.
@@ -163,7 +163,7 @@ def trace_step(
 
 
 def first_bad_op(step: Callable[..., Any], *batch: Any, **parts: Any) -> Fault | None:
-    """The op at which a step's values stop being finite, or None; takes the arguments of `trace_step`."""
+    """Return the op at which a step's values stop being finite, or None; arguments as in `trace_step`."""
     return trace_step(step, *batch, **parts).bad
 
 
@@ -185,7 +185,7 @@ def _run(
 
 
 class Taping:
-    """The tape of one step, which runs from here on, and what makes a trace of it."""
+    """The tape of one step, running from construction to `end`, which makes a trace of it."""
 
     def __init__(
         self,
@@ -204,7 +204,7 @@ class Taping:
     def end(
         self, parts: StepParticipants, error: BaseException | None = None, result: Any = None, batch: Any = ()
     ) -> Trace:
-        """Closes the tape; what it showed."""
+        """Close the tape and return its trace."""
         self.around.close()
         tape = self.tape
         for value in tensors_in(result):
@@ -253,7 +253,7 @@ _TAKE_IN = ("sum", "mean", "neg", "abs", "pow", "nll_loss_forward", "nll_loss2d_
 
 
 def _takes_in(tape: Tape, node: Node) -> tuple[Node | None, Node | None]:
-    """A mask, and the first op that makes a loss or, as 0 times -inf is, NaN of its -inf."""
+    """Return a mask and the first op that turns its -inf into a loss or, as 0 times -inf is, NaN."""
     if node.intended:
         passed = (n for n in tape.passed if node.index in n.origins and n.phase == "forward")
         return node, next((n for n in passed if n.base in _TAKE_IN), None)
@@ -262,7 +262,7 @@ def _takes_in(tape: Tape, node: Node) -> tuple[Node | None, Node | None]:
 
 
 def _from_elsewhere(tape: Tape, spoiled: Spoiled) -> Fault | None:
-    """This rank's own gradients were finite and what the optimizer read was not: another rank's were not."""
+    """Return another rank's fault: this rank's gradients were finite, those the optimizer read were not."""
     read = [n for n in tape.candidates.values() if n.outside and n.phase in ("backward", "optimizer")]
     if not read or world_size() == 1:
         return None
@@ -275,7 +275,7 @@ def _from_elsewhere(tape: Tape, spoiled: Spoiled) -> Fault | None:
 
 
 def _hidden(tape: Tape, parts: StepParticipants, spoiled: Spoiled) -> Fault | None:
-    """Range overflows that a later op turned into finite values, so that nothing at the end tells of them."""
+    """Find range overflows that a later op turned into finite values, so that no end shows them."""
     for swallower, origins in tape.swallowed:
         real = sorted(i for i in origins if i in tape.candidates and not tape.candidates[i].intended)
         if not real or tape.candidates[real[0]].outside:
@@ -301,7 +301,7 @@ def _bad_op(
 
 
 def _inside(node: Node, tape: Tape, parts: StepParticipants) -> tuple[Cause, Node]:
-    """Why the op's result is not finite, in the terms of what the user gave it: inputs, weights, the loss."""
+    """Explain the op's nonfinite result by what the user gave it: inputs, weights, the loss."""
     rate = next((rate for rate in tape.rates if not math.isfinite(rate)), None)
     if rate is not None and node.phase == "optimizer":
         return Cause("learning rate", f"learning rate: it is {rate} at this step"), node
@@ -320,7 +320,7 @@ def _inside(node: Node, tape: Tape, parts: StepParticipants) -> tuple[Cause, Nod
 
 
 def _outside(node: Node, tape: Tape, parts: StepParticipants, batch: Any) -> Cause:
-    """The op read a value that was not finite before the step began: whose is it?"""
+    """Explain an op that read a value that was not finite before the step began."""
     storages = {t.untyped_storage().data_ptr() for t in node.outside if t.layout == torch.strided}
     for kind, name, value in ((kind, name, local_of(t)) for kind, name, t in parts.named_values()):
         if value.layout == torch.strided and value.untyped_storage().data_ptr() in storages:
@@ -338,7 +338,7 @@ def _outside(node: Node, tape: Tape, parts: StepParticipants, batch: Any) -> Cau
 
 
 def _unseen(spoiled: Spoiled, ends: tuple[str, ...]) -> Fault:
-    """Something ended up not finite and no op on the tape did it."""
+    """Return the fault of something that became nonfinite without an op on the tape."""
     cause = Cause(
         "machine",
         "no op that Python dispatched gave a value that is not finite: a kernel outside PyTorch, or memory "
@@ -349,7 +349,7 @@ def _unseen(spoiled: Spoiled, ends: tuple[str, ...]) -> Fault:
 
 
 def _underflow(probe: UnderflowProbe, tape: Tape, parts: StepParticipants, spoiled: Spoiled) -> Fault | None:
-    """The first op that flushed its results to zero, where gradients vanished."""
+    """Return the fault of the first op that flushed its results to zero, where gradients vanished."""
     lost = tuple(name for name, gradient in tape.gradients.items() if not gradient.any())
     if not lost or probe.worst is None:
         return None
@@ -368,7 +368,7 @@ def _try_cures(
     parts: StepParticipants,
     restore: Callable[[], None],
 ) -> None:
-    """Tries the cures of the bad op: on all ranks where the step made them talk, else on this one."""
+    """Try the cures of the bad op: on all ranks if the step used collectives, else on this one."""
     bad = trace.bad
     own = None if bad is None or bad.cause.kind == "rank" else bad
     through = trace.error is None or isinstance(trace.error, LossScaleCollapsed)
@@ -397,7 +397,7 @@ def _try_cures(
 
 
 def _say_others(bad: Fault, by_rank: Sequence[Fault | None]) -> None:
-    """On a rank whose own step was well: what the others found."""
+    """Report the faults of other ranks on a rank whose own step was sound."""
     found = [(number, fault) for number, fault in enumerate(by_rank) if fault is not None]
     if not found:
         text = (

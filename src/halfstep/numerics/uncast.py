@@ -26,7 +26,7 @@ Fault = tuple[str, str]
 
 
 def low_ops(policy: Policy) -> set[str]:
-    """The ops that a policy runs in 16 bits."""
+    """Return the ops that a policy runs in 16 bits."""
     return {name for name, row in policy.rows().items() if row.rule is Rule.LOW}
 
 
@@ -36,7 +36,7 @@ def casts_weights(level: Level, policy: Policy) -> bool:
 
 
 def no_region(policy: Policy) -> Fault:
-    """The fault of a step whose ops ran in fp32."""
+    """Return the fault of a step whose ops ran in fp32."""
     text = f"no op ran in {dtype_name(policy.compute_dtype)}: the step computed in fp32"
     return text, "compute model and loss inside `with amp.autocast():`, or prepare at level O0"
 
@@ -44,7 +44,7 @@ def no_region(policy: Policy) -> Fault:
 def weights_fault(
     level: Level, policy: Policy, optimizers: Iterable[torch.optim.Optimizer], weights: Iterable[Tensor]
 ) -> Fault | None:
-    """The fault of 16-bit weights without masters, or of fp64 ones, at a level of fp32 weights.
+    """Return the fault of 16-bit weights without masters, or of fp64 ones, at a level of fp32 weights.
 
     `weights`: all of the models. Optimizers of `halfstep.optim` keep what 16 bits lack themselves.
     """

@@ -51,7 +51,7 @@ CLEAR = 4.0
 
 
 def headroom(amax: float, fmt: str | Format) -> float:
-    """Bits between `amax` and the largest number of `fmt`; inf for 0, -inf where it is not finite."""
+    """Return the bits between `amax` and the largest number of `fmt`; inf for 0, -inf if not finite."""
     fmt = format_of(fmt)
     if not math.isfinite(amax):
         return -math.inf
@@ -73,7 +73,7 @@ class Trend:
 
 
 def trend(steps: Sequence[int], amax: Sequence[float]) -> Trend | None:
-    """Least-squares line through the last WINDOW finite, nonzero points; None with fewer than LEAST."""
+    """Fit a least-squares line through the last WINDOW finite, nonzero points; None with fewer than LEAST."""
     points = [(s, math.log2(m)) for s, m in zip(steps, amax) if m > 0 and math.isfinite(m)][-WINDOW:]
     if len(points) < LEAST:
         return None
@@ -104,7 +104,7 @@ class Forecast:
 def forecast(
     path: str, kind: str, steps: Sequence[int], amax: Sequence[float], fmt: Format
 ) -> Forecast | None:
-    """When the tensor outgrows `fmt`; None without a clear trend upward, or beyond 6 times what was seen."""
+    """Return when the tensor outgrows `fmt`; None without a clear trend, or beyond 6 times the steps seen."""
     line = trend(steps, amax)
     if line is None or not line.clear or line.slope <= 0 or math.log2(fmt.max) - line.now > FAR:
         return None
@@ -135,7 +135,7 @@ class Sample:
 
     @property
     def total(self) -> int:
-        """Elements counted."""
+        """Return the number of elements counted."""
         return sum(self.counts) + self.zeros + self.infs + self.nans
 
 
@@ -153,7 +153,7 @@ class Series:
     samples: list[Sample] = field(default_factory=list)
 
     def note(self, step: int, amax: float) -> None:
-        """Appends a largest magnitude alone."""
+        """Append a largest magnitude alone."""
         self.steps.append(step)
         self.amax.append(amax)
         if len(self.steps) > 4096:
@@ -177,7 +177,7 @@ class _SampledTensor:
     elements: tuple[Tensor, ...] = ()
 
     def joined(self, other: _SampledTensor) -> _SampledTensor:
-        """Both together; the later alone where they cannot be added."""
+        """Return the sum of both; the later alone where they cannot be added."""
         if self.dtype != other.dtype or (self.bins is None) != (other.bins is None):
             return other
         ends = torch.minimum(self.ends[0], other.ends[0]), torch.maximum(self.ends[1], other.ends[1])
@@ -186,7 +186,7 @@ class _SampledTensor:
 
 
 def _see(t: Tensor, exact: bool) -> _SampledTensor:
-    """Takes down a tensor; `exact` counts every element, otherwise an even spread of them."""
+    """Record a tensor; `exact` counts every element, otherwise an even spread of them."""
     t = dense_values(t.detach())
     name, ends = dtype_name(t.dtype), ends_of(t)
     if exact or t.device.type != "cpu" or t.dtype not in _COUNTED_TOGETHER:
@@ -195,7 +195,7 @@ def _see(t: Tensor, exact: bool) -> _SampledTensor:
 
 
 def _finished(seen: list[_SampledTensor]) -> list[Tensor]:
-    """The bins of each: [zero, exponents..., inf, nan], fp64; in fp32's layout where counted together."""
+    """Return the bins of each, fp64: [zero, exponents..., inf, nan], fp32's where counted together."""
     parts = [torch.cat(s.elements) for s in seen if s.elements]
     # fp64 holds every count below 2**53, and lets one copy carry counts and magnitudes.
     together = iter(count_many(parts).double()) if parts else iter(())
@@ -203,7 +203,7 @@ def _finished(seen: list[_SampledTensor]) -> list[Tensor]:
 
 
 def spread(t: Tensor, most: int = 1 << 12) -> Tensor:
-    """About `most` elements evenly spread over a tensor, so that every column of it is there."""
+    """Return about `most` elements evenly spread over a tensor, some of every column."""
     size = t.numel()
     if size <= 2 * most or t.layout != torch.strided or t.is_complex():
         return t
@@ -255,7 +255,7 @@ def watch(
     scaler: Any = None,
     exact: bool = False,
 ) -> Watch:
-    """Begins to watch a model in training, as long as the result is kept, which is also a context manager.
+    """Watch a model in training as long as the result is alive, which is also a context manager.
 
     Args:
         model: the model, before or after DDP.
@@ -279,13 +279,13 @@ def watch(
 
 
 def leave(listeners: list[Any], listener: Any) -> None:
-    """Takes a listener out of a list of them, if it is there."""
+    """Remove a listener from a list of them, if it is there."""
     if listener in listeners:
         listeners.remove(listener)
 
 
 def _while_alive(method: Callable[..., None]) -> Callable[..., None]:
-    """A hook that calls a method as long as its object is alive, and does not keep it so."""
+    """Return a hook that calls a method as long as its object is alive, without keeping it alive."""
     known = weakref.WeakMethod(method)
 
     def call(*args: Any, **kwargs: Any) -> None:
@@ -367,14 +367,14 @@ class Watch:
         self._hooks.callback(handle.remove)
 
     def close(self) -> None:
-        """Removes every hook; what was seen can still be read."""
+        """Remove every hook; what was recorded can still be read."""
         self._hooks.close()
 
     def __repr__(self) -> str:
         return f"{self.step} steps watched. " + ". ".join(self.summary())
 
     def _repr_html_(self) -> str:
-        """The headroom of each tensor as a table, the least first."""
+        """Return the headroom of each tensor as a table, the least first."""
         bits = sorted((left, kind, path) for (kind, path), left in self.headrooms().items())
         rows = "".join(f"<tr><td>{escape(p)}</td><td>{k}</td><td>{left:.1f}</td></tr>" for left, k, p in bits)
         head = "<tr><th>tensor</th><th>kind</th><th>bits left</th></tr>"
@@ -388,13 +388,13 @@ class Watch:
 
     @property
     def format(self) -> Format | None:
-        """The format headroom is counted in; None means each tensor's own."""
+        """Return the format headroom is counted in; None means each tensor's own."""
         if self._format is None and self._session is not None:
             return format_of(self._session.policy.compute_dtype)
         return self._format
 
     def class_of(self, path: str) -> str:
-        """The class of the module at a path; empty where there is none (a parameter)."""
+        """Return the class of the module at a path; empty where there is none (a parameter)."""
         modules = {fqn(name): module for name, module in self._model.named_modules()}
         return type(modules[path]).__name__ if path in modules else ""
 
@@ -462,7 +462,7 @@ class Watch:
 
     @torch.no_grad()
     def _compare(self, optimizer: torch.optim.Optimizer, found_inf: bool | Tensor | None) -> None:
-        """What the update did: its histogram, and how much of it rounding swallowed."""
+        """Record an update: its histogram, and the share lost to rounding."""
         shares: dict[str, tuple[Tensor, Tensor]] = {}
         dtypes: dict[str, str] = {}
         random = rounded_at_random(optimizer)
@@ -508,7 +508,7 @@ class Watch:
 
     @torch.no_grad()
     def _end(self, scale: float | Tensor, taken: bool | Tensor) -> None:
-        """Closes a step: notes its gradients, and hands sampled counts over for reading."""
+        """Close a step: note its gradients, and send sampled counts to the host."""
         if self._sampling:
             for parameter, name in self._names.items():
                 self._count("weight", name, parameter)
@@ -527,30 +527,30 @@ class Watch:
             self.collect(wait=False)
 
     def note_skip(self) -> None:
-        """Closes a step that a GradScaler skipped; only needed where no Session is watched."""
+        """Close a step that a GradScaler skipped; only needed where no Session is watched."""
         self._end(self._scale_of_step, False)
 
     def collect(self, wait: bool = True) -> None:
-        """Takes in what has arrived on the host; with `wait`, all of it."""
+        """Read what has arrived on the host; with `wait`, all of it."""
         while self._late and (wait or self._late[0][0].done()):
             packed, take = self._late.popleft()
             take(packed.wait())
 
     @property
     def notes(self) -> Sequence[StepNote]:
-        """The latest 10,000 steps, oldest first."""
+        """Return the latest 10,000 steps, oldest first."""
         self.collect(wait=False)
         return self._notes
 
     @property
     def series(self) -> Mapping[tuple[str, str], Series]:
-        """What was seen of each tensor, by (kind, path)."""
+        """Return the series of each tensor, by (kind, path)."""
         self.collect(wait=False)
         return self._all_series
 
     @property
     def lost(self) -> Sequence[LostUpdates]:
-        """Lost updates at each sampled step."""
+        """Return the lost updates of each sampled step."""
         self.collect(wait=False)
         return self._lost
 
@@ -563,7 +563,7 @@ class Watch:
             self._all_series.setdefault(("gradient", name), Series(name, "gradient")).note(step, amax)
 
     def _send_counts(self, scale: float | Tensor) -> None:
-        """Sends the step's histograms, largest magnitudes and scale to the host, in one copy."""
+        """Send the step's histograms, largest magnitudes and scale to the host, in one copy."""
         found = list(self._seen.values())
         bins = _finished(found)
         amaxes = amaxes_of([seen.ends for seen in found]).double()
@@ -596,7 +596,7 @@ class Watch:
     # Reading.
 
     def headrooms(self) -> dict[tuple[str, str], float]:
-        """Bits left before overflow by (kind, path), at the last step each tensor was seen."""
+        """Return the bits left before overflow by (kind, path), at the last step each tensor was seen."""
         self.collect()
         return {
             (s.kind, s.path): headroom(s.amax[-1], self._format_for(s))
@@ -610,7 +610,7 @@ class Watch:
         return FORMATS[series.samples[-1].dtype] if series.samples else FORMATS["fp32"]
 
     def forecasts(self) -> list[Forecast]:
-        """Activations and weights that will leave the format if they go on growing, soonest first."""
+        """Return activations and weights that will leave the format if they go on growing, soonest first."""
         self.collect()
         found = [
             forecast(s.path, s.kind, s.steps, s.amax, self._format_for(s))
@@ -620,26 +620,26 @@ class Watch:
         return sorted((f for f in found if f is not None), key=lambda f: f.steps)
 
     def skipped(self) -> list[StepNote]:
-        """The steps whose update was skipped."""
+        """Return the steps whose update was skipped."""
         self.collect()
         return [note for note in self.notes if not note.taken]
 
     def worst_over_ranks(self, group: Any = None) -> dict[tuple[str, str], tuple[float, int]]:
-        """Least headroom by (kind, path) over all ranks, and whose it is; every rank must call this."""
+        """Return the least headroom over all ranks by (kind, path), with its rank; every rank calls this."""
         mine = self.headrooms()
         everyone = gather(mine, group)
         keys = {key for one in everyone for key in one}
         return {k: min((one[k], rank) for rank, one in enumerate(everyone) if k in one) for k in sorted(keys)}
 
     def summary(self) -> list[str]:
-        """The findings in a few lines: skips, the tightest tensor, forecasts, lost updates."""
+        """Return the findings in a few lines: skips, the least headroom, forecasts, lost updates."""
         return [
             *skips_in_words([note.step for note in self.skipped()], len(self.notes)),
             *self.outlook(),
         ]
 
     def outlook(self) -> list[str]:
-        """The findings but for skips."""
+        """Return the findings without skips."""
         lines: list[str] = []
         tight = [(bits, key) for key, bits in self.headrooms().items() if key[0] == "activation"]
         if tight:
@@ -658,7 +658,7 @@ class Watch:
 
 
 def skips_in_words(steps: Sequence[int], of: int) -> list[str]:
-    """Which steps were skipped, in a line; none where there is nothing to say."""
+    """Say which steps were skipped, in a line; no line where none was."""
     return [f"{len(steps)} of {of} steps skipped, the last at step {steps[-1] + 1}"] if steps else []
 
 
@@ -668,5 +668,5 @@ def _of_gradient(see: Callable[[Tensor], None], parameter: Tensor) -> None:
 
 
 def _held(optimizer: torch.optim.Optimizer, parameter: Tensor) -> list[Tensor]:
-    """What holds the value of a parameter, on this rank."""
+    """Return the tensors that hold the value of a parameter, on this rank."""
     return [local_of(t) for t in held(optimizer, parameter)]

@@ -59,7 +59,7 @@ def _adam_l2_scalars(group: Mapping[str, Any], step: Number) -> Scalars:
 
 
 def _root(v: Tensor) -> Tensor:
-    """The correctly rounded square root. torch's fp32 one on a CPU can be a bit off (MKL)."""
+    """Return the correctly rounded square root. torch's fp32 one on a CPU can be a bit off (MKL)."""
     return v.to(torch.float64).sqrt().to(torch.float32) if v.device.type == "cpu" else v.sqrt()
 
 

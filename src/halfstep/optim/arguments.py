@@ -36,7 +36,7 @@ _PLAIN = frozenset({float, int, bool, str, type(None), list, tuple})
 
 
 def name_of(group: Mapping[str, Any], place: tuple[int, int]) -> str:
-    """How errors call a parameter."""
+    """Return the name of a parameter in errors."""
     names = group.get("param_names")
     return repr(names[place[1]]) if names else f"parameter {place[1]} of group {place[0]}"
 
@@ -124,7 +124,7 @@ def check_accumulate(accumulate: Any) -> None:
 
 
 def kind_of(dtype: torch.dtype, master: str | None) -> int:
-    """How a weight of `dtype` is kept under `master`; UnsupportedError for what no optimizer here takes."""
+    """Return how a weight of `dtype` is stored under `master`; UnsupportedError if no optimizer takes it."""
     if dtype == torch.float32:
         return L.PLAIN
     kind = _KINDS.get((dtype, master))
@@ -141,7 +141,7 @@ def kind_of(dtype: torch.dtype, master: str | None) -> int:
 
 
 def state_kind_of(p: Tensor, state_dtype: str) -> int:
-    """The format of p's states: as asked for, but bf16 in place of 8 bits in vectors and short rows.
+    """Return the format of p's states: as asked for, but bf16 instead of 8 bits in vectors and short rows.
 
     There an exponent for every row would take as much; one for several rows would keep a tensor from being
     cut between them.
@@ -154,7 +154,7 @@ def state_kind_of(p: Tensor, state_dtype: str) -> int:
 
 
 def numbers_of(group: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The group with every number a Python one; 0-d tensors are read."""
+    """Return the group with every number a Python one; 0-d tensors are read."""
     betas = group.get("betas", ())
     if _PLAIN.issuperset(map(type, group.values())) and _PLAIN.issuperset(map(type, betas)):
         return group
@@ -164,7 +164,7 @@ def numbers_of(group: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def limits_of(groups: Sequence[Mapping[str, Any]], clip_norm: float | None) -> list[float | None]:
-    """The norm that each group's gradients are clipped to: `clip_norm`, else what the group says."""
+    """Return the norm that each group's gradients are clipped to: `clip_norm`, else the group's own."""
     if clip_norm is not None:
         return [clip_norm] * len(groups)
     limits = [group.get("clip_norm") for group in groups]
@@ -186,7 +186,7 @@ def check_clipping(clip_norm: float, clip_coef: Any, released: bool) -> None:
 
 
 def _as_number(value: Any, read: bool) -> Any:
-    """Numbers of numpy, in tuples too, as Python's; those of tensors where these are to be read."""
+    """Return numbers of numpy, in tuples too, as Python's; those of tensors where `read`."""
     if isinstance(value, tuple | list):
         return type(value)(_as_number(one, read) for one in value)
     if isinstance(value, np.generic) or (isinstance(value, np.ndarray) and value.size == 1):

@@ -39,7 +39,7 @@ class LateErrors:
         self._sent: deque[list[AsyncCopy]] = deque()
 
     def flag(self, device: torch.device) -> Tensor:
-        """The device's flag, a 0-d int32: what is not 0 stays so until it was raised."""
+        """Return the device's flag, a 0-d int32: what is not 0 stays so until it was raised."""
         if device not in self._flags:
             self._flags[device] = torch.zeros((), dtype=torch.int32, device=device)
         return self._flags[device]
@@ -64,20 +64,20 @@ class LateErrors:
 
 
 def number(value: Factor) -> float:
-    """A scalar as a Python number; None is 1."""
+    """Return a scalar as a Python number; None is 1."""
     if isinstance(value, Clip):
         value = clip_coefficient(*value)
     return 1.0 if value is None else float(value)
 
 
 def factor_of(factors: tuple[Scalar, Factor], hyper: Mapping[str, Any]) -> float:
-    """What gradients are multiplied by, as a Python number."""
+    """Return what gradients are multiplied by, as a Python number."""
     factor = number(factors[0]) * number(factors[1])
     return -factor if hyper["maximize"] else factor
 
 
 def runner(backend: str, device: torch.device, algorithm: int | None = None) -> str:
-    """What runs the passes on `device`: "numba", "triton" or "reference"; `algorithm` by its code."""
+    """Return what runs the passes on `device`: "numba", "triton" or "reference"; `algorithm` by its code."""
     if algorithm == L.NO_KERNEL:
         return "reference"
     if backend == "triton" or (backend == "auto" and device.type == "cuda"):
@@ -89,7 +89,7 @@ def runner(backend: str, device: torch.device, algorithm: int | None = None) -> 
 
 
 def measure_all(grads: list[Tensor], inv_scale: Scalar, backend: str, plans: cuda.Plans) -> GradStats:
-    """Finite flag, norm and largest magnitude of flat gradients, by what runs on each one's device."""
+    """Return finite flag, norm and largest magnitude of flat gradients, by what runs on each one's device."""
     parts: list[GradStats] = []
     devices = [grad.device for grad in grads]
     for device in dict.fromkeys(devices):
@@ -138,7 +138,7 @@ def by_reference(
 
 
 def _hyper(bundle: Bundle, factors: tuple[Scalar, Factor], on_host: bool) -> tuple[Mapping[str, Any], Number]:
-    """The group and what multiplies gradients, with Python numbers or those of the device."""
+    """Return the group and the gradients' factor, with Python numbers or those of the device."""
     device, group = bundle.device, bundle.group
     if on_host:
         hyper = numbers_of(group)
@@ -161,7 +161,7 @@ def _wide(device: torch.device) -> torch.dtype:
 def _scalars(
     algorithm: Algorithm, hyper: Mapping[str, Any], counts: Tensor, on_host: bool
 ) -> Sequence[Number]:
-    """The scalars of parameters with these `counts` of steps; tensors where they may differ."""
+    """Return the scalars of parameters with these `counts` of steps; tensors where they may differ."""
     if not on_host:
         return [_fp32(value) for value in algorithm.scalars(hyper, counts.to(_wide(counts.device)))]
     numbers: list[float] = counts.tolist()
@@ -172,13 +172,13 @@ def _scalars(
 
 
 def _keys(keys: Sequence[tuple[int, int]], counts: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """The random key of each parameter, by its base, and where its whole tensor would begin."""
+    """Return the random key of each parameter, by its base, and where its whole tensor would begin."""
     bases, origins, starts = _integers([*zip(*keys), [0, *accumulate(sizes[:-1])]], counts.device)
     return cast(Tensor, rounding.key_of(bases, counts.to(torch.int64))), starts - origins
 
 
 def _per_element(values: Sequence[Number], sizes: Sequence[int]) -> Sequence[Number]:
-    """Values of parameters of these sizes, for each element; numbers and 0-d tensors are those of all."""
+    """Repeat values of parameters for each of their elements; numbers and 0-d tensors are those of all."""
     differing = [value for value in values if isinstance(value, Tensor) and value.dim()]
     if not differing:
         return values
@@ -198,5 +198,5 @@ def _there(value: float | bool | Tensor, device: torch.device) -> Tensor:
 
 
 def _fp32(value: Number) -> Number:
-    """Rounded to fp32, so that every backend multiplies by the same number."""
+    """Round to fp32, so that every backend multiplies by the same number."""
     return value.to(torch.float32) if isinstance(value, Tensor) else as_float32(value)

@@ -126,11 +126,11 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
         self.release = GradientRelease(self) if self.release_gradients else None
 
     def algorithm(self, group: Mapping[str, Any]) -> Algorithm:
-        """The algorithm this group runs."""
+        """Return the algorithm this group runs."""
         raise TypeError(f"{type(self).__name__} names no algorithm; use AdamW, Adam, SGD or Lion")
 
     def _places(self) -> Iterator[tuple[Tensor, Group, Place]]:
-        """Every parameter with its group, and its place: number of the group and number within."""
+        """Yield every parameter with its group, and its place: number of the group and number within."""
         for g, group in enumerate(self.param_groups):
             for i, p in enumerate(group["params"]):
                 yield p, group, (g, i)
@@ -195,7 +195,7 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
 
     @torch.no_grad()
     def measure_on_host(self, inv_scale: Scalar = None) -> HostStats | None:
-        """`measure` as Python numbers, faster; None where the CPU kernels did not see everything."""
+        """Do `measure` as Python numbers, faster; None where the CPU kernels cannot read every gradient."""
         if self.release is not None or not all(p.is_cpu for p in parameters_of(self)):
             return None
         if backends.runner(self.backend, torch.device("cpu")) != "numba":
@@ -270,7 +270,7 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
         return shards.combined(found, parameters_of(self), backends.number(inv_scale))
 
     def _not_skipped(self, found: list[Bundle], found_inf: bool | Tensor) -> list[Bundle]:
-        """None where the host knows of a skip, and none on the host where it has to ask."""
+        """Return the groups to update: none where the step is skipped, as far as the host knows or reads."""
         here = [bundle.device.type == "cpu" and self.backend != "triton" for bundle in found]
         if found_inf is True:
             return []
@@ -292,7 +292,7 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
         look: list[AnyStats] | None = None,
         clip_norm: float | None = None,
     ) -> None:
-        """Update these; where kernels of a CPU do it and nothing clips or skips, they look on the way."""
+        """Update these; CPU kernels measure on the way where nothing clips or skips."""
         limits = [] if clip_coef is not None else arguments.limits_of(self.param_groups, clip_norm)
         clips = found_inf is not True and any(limits)
         skips = found_inf is None and self._skips()
@@ -325,7 +325,7 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
             raise MasterRangeError(backends.RANGE)
 
     def _check_ranks(self) -> None:
-        """Before the first step that clips or skips by itself: refuse gradients of this rank alone."""
+        """Refuse gradients of this rank alone, before the first step that clips or skips by itself."""
         if (found := find_rank_local(parameters_of(self), self)) is not None:
             raise UnsupportedError(
                 f"a parameter of shape {list(found.parameter.shape)} {found.why}: clip_norm= and "
@@ -385,7 +385,7 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
     def _release_one(
         self, p: Tensor, inv_scale: Scalar, norm: Tensor | None, limit: float | None
     ) -> GradStats | None:
-        """`measure` and `step` for one parameter; None where it has no gradient.
+        """Do `measure` and `step` for one parameter; None where it has no gradient.
 
         It is clipped as gradients of this `norm` are, to `limit` or what its group has. With `inv_scale`
         given, or where a group skips, nothing changes where the gradient is not finite.
@@ -419,7 +419,7 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
             del self.state[p]
 
     def _formats(self, p: Tensor, group: Group) -> tuple[Algorithm, int, int]:
-        """The algorithm of a group, and in which formats it keeps this weight and its states."""
+        """Return the algorithm of a group, and the formats of this weight and its states."""
         kind = arguments.kind_of(p.dtype, group["master"])
         return self.algorithm(group), kind, arguments.state_kind_of(p, group["state_dtype"])
 
@@ -437,18 +437,18 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
                 self._seed(p, group, place, values[p])
 
     def _seed(self, p: Tensor, group: Group, place: Place, value: Tensor) -> bool:
-        """`seed_masters` of one parameter; whether its master gives the value back as it was."""
+        """Do `seed_masters` of one parameter; return whether its master gives the value back as it was."""
         self._settle(p, group, place, local_of(value).detach())
         return group["master"] in ("exact", "fp32")
 
     @torch.no_grad()
     def masters(self, only: AnySet[Tensor] | None = None) -> dict[Tensor, Tensor]:
-        """The exact fp32 value of every parameter, or of those in `only`, in new tensors."""
+        """Return the exact fp32 value of every parameter, or of those in `only`, in new tensors."""
         return {p: self._master(p, group) for p, group, _ in self._places() if only is None or p in only}
 
     @torch.no_grad()
     def master_of(self, p: Tensor) -> Tensor:
-        """The fp32 value of parameter `p` as the optimizer knows it, in a new tensor of p's shape."""
+        """Return the fp32 value of parameter `p` as the optimizer has it, in a new tensor of p's shape."""
         for own in self.masters({p}).values():
             return own
         raise ConfigError(f"a tensor of shape {list(p.shape)} is not a parameter of this optimizer")
@@ -461,12 +461,12 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
 
     @torch.no_grad()
     def _kept(self, p: Tensor, group: Group) -> Tensor | None:
-        """The fp32 value of a weight in a new tensor, where it has a master."""
+        """Return the fp32 value of a weight in a new tensor, where it has a master."""
         value = self._rows_kept(p, group, ...)
         return None if value is None else shards.as_shard("master", value, p)
 
     def _readers(self) -> dict[Tensor, Callable[[Any], Tensor]]:
-        """By parameter, what gives the exact fp32 value of some rows (a slice) of this rank's part."""
+        """Return, by parameter, what reads the exact fp32 value of a slice of rows of this rank's part."""
         return {p: partial(self._rows, p, group) for p, group, _ in self._places()}
 
     @torch.no_grad()
@@ -484,13 +484,13 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
         return entries.known_value(fitting, weight[index])
 
     def _awaits(self, p: Tensor) -> bool:
-        """Whether a state that came before the value of `p` brought the low-order bits of that one."""
+        """Whether a state that was loaded before the value of `p` brought that value's low-order bits."""
         known = cast("Group", self.state.get(p, {})).pop("weight", None)
         return known is not None and is_described(local_of(p), known, p.dtype)
 
     @torch.no_grad()
     def _take_edits(self) -> None:
-        """Make fp32 masters those of weights that were set since the last step."""
+        """Set fp32 masters to the weights that were set since the last step."""
         for p, group, _ in self._places():
             entry = cast("Group", self.state.get(p, {}))
             if group["master"] == "fp32" and isinstance(entry.get("master"), Tensor):
@@ -499,7 +499,7 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
     # ---- checkpoints --------------------------------------------------------------------------------
 
     def state_dict(self) -> Group:
-        """torch's state dict; each entry also says which 16-bit weight its lacking bits belong to.
+        """Return torch's state dict; each entry also says which 16-bit weight its low-order bits belong to.
         Where gradients are released, the first group holds what the next backward clips by.
         """
         self._take_edits()
@@ -519,7 +519,7 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
 
     @torch.no_grad()
     def _load_entry(self, p: Tensor, group: Group, place: Place, saved: Mapping[str, Any]) -> None:
-        """The entry of one parameter from a saved one without masters, of this rank's tensors."""
+        """Return the entry of one parameter from a saved one without masters, of this rank's tensors."""
         weight, name = local_of(p), arguments.name_of(group, place)
         own, _ = checkpoints.restore(name, saved, weight, self._formats(weight, group))
         shards.show(own, self.state.setdefault(p, {}), p)
@@ -543,8 +543,14 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
         groups, held = checkpoints.read(self, state_dict)
         for group, options in zip(self.param_groups, groups):
             group.update(options)
-        self.state.clear()
-        for p, (own, weight) in held.items():
+        for p in self.state.keys() - held.keys():
+            del self.state[p]
+        for p, restored in held.items():
+            known = self.state.pop(p, {})
+            self.state[p] = {key: known[key] for key in storage.MASTER_KEYS if key in known}
+            del known  # its memory goes before another takes its place
+            own, weight = restored()
+            del self.state[p]
             if weight is not None:
                 local_of(p).copy_(weight)
             shards.show(own, self.state.setdefault(p, {}), p)
@@ -558,7 +564,7 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
 
 @disable_dynamo
 def _step_outside(optimizer: OnePassOptimizer, *args: Any, **options: Any) -> Any:
-    """A step asked for by compiled code, which cannot follow addresses and would lose the state."""
+    """Run a step that compiled code calls: a graph cannot follow addresses and would lose the state."""
     return optimizer.step(*args, **options)
 
 

@@ -1,4 +1,4 @@
-"""What a step uses, looked at anew in every step and put together by how it is kept.
+"""The tensors of a step, collected anew in every step and grouped by how they are stored.
 
 Looks go column by column (`map` over all weights, gradients or moments), which takes a fraction of the time
 of a loop over parameters. Whatever does not fit the kernels is made to fit first, or refused by name.
@@ -39,12 +39,12 @@ ABSENT = 16  # in place of an address: aligned, and not 0
 
 
 def _locals(tensors: list[Tensor]) -> list[Tensor]:
-    """This rank's parts."""
+    """Return this rank's parts."""
     return [t if type(t) in PLAIN else storage.local_tensor(local_of(t)) for t in tensors]
 
 
 def _dense_grad(weight: Tensor, grad: Tensor, name: str) -> Tensor:
-    """The gradient in the weight's memory order and a dtype that the kernels read.
+    """Return the gradient in the weight's memory order and a dtype that the kernels read.
 
     Raises:
         UnsupportedError: a gradient that is not dense or not of floating numbers. ConfigError: one of another
@@ -69,7 +69,7 @@ def _dense_grad(weight: Tensor, grad: Tensor, name: str) -> Tensor:
 
 
 class Bundle:
-    """Parameters of a group with gradients, on one device, kept alike: a kernel updates them in one call.
+    """Parameters with gradients of one group and device, stored alike: a kernel updates them in one call.
 
     It lives for one step and keeps what it looked at alive. Weights, gradients (in the weights' memory order,
     of a dtype that kernels read) and states are this rank's parts of them.
@@ -99,11 +99,11 @@ class Bundle:
 
     @property
     def grad_dtype(self) -> torch.dtype:
-        """The dtype of all gradients."""
+        """Return the dtype of all gradients."""
         return self.grads[0].dtype
 
     def read(self, state: Any = None) -> Bundle:
-        """Look at weights, gradients and, given an optimizer's `state`, states; returns itself.
+        """Collect weights, gradients and, given an optimizer's `state`, states; return itself.
 
         What is missing or does not fit the kernels is made to. UnsupportedError and ConfigError for what
         cannot fit.
@@ -134,7 +134,7 @@ class Bundle:
                     entries.settle(own, weight, self.algorithm, self.kind, self.state_kind, name)
 
     def _found(self, held: Sequence[Group] | None) -> bool:
-        """Look at everything, column by column; false where something is missing or does not fit."""
+        """Collect everything, column by column; return whether nothing is missing or misplaced."""
         wanted = {} if held is None else self._wanted()
         states = {} if held is None else self._states_in(held, wanted)
         if states is None or self.grad_dtype not in cpus_.GRADS or any(map(Tensor.is_neg, self.grads)):
@@ -167,7 +167,7 @@ class Bundle:
         return True
 
     def _states_in(self, held: Sequence[Group], wanted: Iterable[str]) -> dict[str, list[Tensor]] | None:
-        """This rank's tensors of the states; None where one is missing, too many or misplaced."""
+        """Return this rank's tensors of the states; None where one is missing, too many or misplaced."""
         strange: set[str] = set(self.algorithm.states if self.widths else ())
         if self.extra_key is None:
             strange.update(storage.MASTER_KEYS)
@@ -185,7 +185,7 @@ class Bundle:
         return states
 
     def _wanted(self) -> dict[str, tuple[int, torch.dtype]]:
-        """What the state of each parameter holds: line of the table and dtype by name."""
+        """Return what the state of each parameter holds: line of the table and dtype by name."""
         states, stored = self.algorithm.states, storage.STORED[self.state_kind]
         codes = storage.CODES if self.widths else ""
         wanted = {key + codes: (STATES + i, stored) for i, key in enumerate(states)}
@@ -199,7 +199,7 @@ class Bundle:
     # ---- the kernels of a CPU ---------------------------------------------------------------------------
 
     def prepare(self) -> Bundle:
-        """Make what they are called with, one call a thread for all weights; returns itself."""
+        """Make the kernels' arguments, one call a thread for all weights; return itself."""
         self._table, self._work = self.table(), cpus_.WorkItems(self.elements, self.widths)
         return self
 
@@ -208,7 +208,7 @@ class Bundle:
         return (shard_groups(self.params[0]), *self._work.measure(cpus_.GRADS[self.grad_dtype], self._table))
 
     def totals(self) -> tuple[Any, float, float]:
-        """The same, from what an update with a look has found."""
+        """Return the same, from what an update that measures has found."""
         return (shard_groups(self.params[0]), *self._work.totals(cpus_.GRADS[self.grad_dtype], self._table))
 
     def update(self, hyper: Mapping[str, Any], factor: float, seed: int, look: bool) -> bool:
@@ -237,7 +237,7 @@ class Bundle:
     # ---- for all that run it ----------------------------------------------------------------------------
 
     def table(self, lines: int | None = None) -> Any:
-        """Where everything lies: int64 numbers, a column for each parameter, with the lines named above.
+        """Return the address table: int64 numbers, a column for each parameter, with the lines named above.
 
         The first `lines` of them; None: as many as a kernel of a CPU reads.
         """
@@ -256,17 +256,17 @@ class Bundle:
         return table
 
     def base_keys(self, seed: int) -> list[int]:
-        """What keys the random bits of each parameter, by its name or place."""
+        """Return the key of each parameter's random bits, by its name or place."""
         names = self.group.get("param_names")
         known = [names[i] if names else f"{self.number}.{i}" for i in self.places]
         return [zlib.crc32(f"{seed}:{name}".encode()) for name in known]
 
     def origins(self) -> list[int]:
-        """Elements of a whole tensor before each part of it: random bits count from its start."""
+        """Return how much of a whole tensor lies before each part: random bits count from its start."""
         return [first_element(p) or 0 for p in self.params]
 
     def slots(self) -> list[storage.Slot]:
-        """Each parameter by itself, for plain torch."""
+        """Yield each parameter by itself, for plain torch."""
         states = [self.states[storage.held_as(key, self.state_kind)] for key in self.algorithm.states]
         exponents = [self.states[key + "_exponents"] for key in self.algorithm.states] if self.widths else []
         extra = None if self.extra_key is None else self.states[self.extra_key]
@@ -290,7 +290,7 @@ def bundles_of(
     algorithm_of: Callable[[Mapping[str, Any]], Algorithm],
     only: Tensor | None = None,
 ) -> list[Bundle]:
-    """The parameters that have a gradient, those that are kept alike together, in the order of groups.
+    """Group the parameters that have a gradient by how they are stored, in the order of groups.
 
     Partial gradients of DTensors are added up first.
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from halfstep.optim.base import OnePassOptimizer
 
 Group = dict[str, Any]
+Restored = tuple[Group, Tensor | None]
 OWN_OPTIONS = ("params", "param_names", "master", "state_dtype", "release", "algorithm")
 """What a group keeps of its own when a checkpoint is loaded."""
 MASTERS = "masters"
@@ -42,7 +43,7 @@ _DTYPES = {L.BF16: torch.bfloat16, L.FP16: torch.float16}
 
 
 def pack(entry: Mapping[str, Any], p: Tensor) -> dict[str, Any]:
-    """An entry of the state as a checkpoint holds it."""
+    """Return an entry of the state as a checkpoint holds it."""
     weight, packed = local_of(p), {key: value for key, value in entry.items() if key != "weight"}
     if "master" in packed:
         packed[KEPT] = torch.zeros((), dtype=WIDE, device="cpu")
@@ -58,7 +59,7 @@ def pack(entry: Mapping[str, Any], p: Tensor) -> dict[str, Any]:
 
 
 def _unpack(saved: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """`pack` undone."""
+    """Undo `pack`."""
     entry: dict[str, Any] = {}
     for key, value in saved.items():
         if key.endswith(CODES):
@@ -79,34 +80,36 @@ def restore(
     p: Tensor,
     formats: tuple[Algorithm, int, int],
     present: Callable[[], Tensor] | None = None,
-) -> tuple[dict[str, Any], Tensor | None]:
-    """The state entry of `p` from a saved one of any format, and what `p` then is where a master says so.
+    dry: bool = False,
+) -> Restored:
+    """Return the state entry of `p` from a saved one of any format, and the value of `p` by its master.
 
     `formats`: algorithm, format of the weight and of its states; `present` gives the fp32 value of `p`, where
-    the optimizer that loads keeps more of it than its 16 bits.
+    the optimizer that loads keeps more of it than its 16 bits. `dry`: check it all, and make tensors on meta.
     """
     algorithm, kind, state_kind = formats
     saved = _unpack(saved, name)
     _check_entry(name, saved, p, algorithm)
     keys = ("step", *algorithm.states, *(key + EXPONENTS for key in algorithm.states))
     there = {key: saved[key] for key in keys if saved.get(key) is not None}
-    state: Group = {
-        key: value.clone() if isinstance(value, Tensor) else torch.tensor(value, device="cpu")
-        for key, value in there.items()
-    }
+    like, state = torch.empty_like(p, device="meta") if dry else p, dict[str, Any]()
+    for key, value in there.items():
+        held = value if isinstance(value, Tensor) else torch.tensor(value, device="cpu")
+        state[key] = held.to("meta") if dry and held.dim() else held.clone()
     trains, lacking, value = p.requires_grad or bool(state), saved.get("lacking"), None
     if not has_master(saved):
         value = None if present is None else local_of(present())
     elif kind not in _EXACTLY and "master" not in saved and _dtype_of(saved, p) != p.dtype:
         pass  # there is no place for them, and the weight is the model's
     elif kind in storage.EXACT and lacking is not None and _dtype_of(saved, p) == p.dtype:
-        state["lacking"] = torch.empty_like(p, dtype=torch.int16).copy_(lacking)
+        state["lacking"] = torch.empty_like(like, dtype=torch.int16).copy_(lacking)
         state["weight"] = saved.get("weight") or split.describe_weight(p, whole=False)  # may come after them
     else:
         value = master_value(name, saved, p, present, alone=kind in (L.PLAIN, *storage.EXACT))
+    value = None if dry else value
     weight = None if value is None else p.detach().clone()
     try:
-        own = p if weight is None else weight
+        own = like if weight is None else weight
         if trains:
             entries.settle(state, own, algorithm, kind, state_kind, name, value)
         else:
@@ -155,33 +158,32 @@ def master_value(
     *,
     alone: bool = True,
 ) -> Tensor | None:
-    """The fp32 weight the saved entry speaks of, or None where it holds none; `present` as for `restore`.
+    """Return the fp32 weight of the saved entry, or None where it holds none; `present` as for `restore`.
 
     CheckpointError for one of another weight; for a whole master only where `p` stands `alone`: nothing
     beside it keeps the master until the weight comes, or only the bits of another rounding.
     """
     if not has_master(saved):
         return None
-    values, here = [*([] if present is None else [local_of(present())]), p], p.dtype  # the exact one first
+    values = (local_of(make()) for make in (present, p.detach) if make is not None)  # the exact one first
     if "master" in saved:
-        dtype, value = torch.float32, cast(Tensor, saved["master"]).to(p.device)
-        fitting = [own for own in values if not alone or _of_one_weight(own, value)]
+        value = cast(Tensor, saved["master"]).to(p.device)
+        if not alone or any(_of_one_weight(own, value) for own in values):
+            return value
     else:
         dtype, known = _dtype_of(saved, p), saved.get("weight")
-        halves = [own.detach().to(dtype) for own in values]
-        fitting = [half for half in halves if known is None or split.is_described(half, known, here)]
-        value = torch.empty_like(p, dtype=torch.int16).copy_(saved["lacking"])
-    if not fitting:
-        raise CheckpointError(
-            f"the saved state of {name} holds an fp32 master, and the weight it belongs to is not in the "
-            "model: load the model's weights before the optimizer's, both after prepare() where it was saved "
-            "with other 16 bits"
-        )
-    return value if "master" in saved else split.join(fitting[0], value)
+        for half in (own.detach().to(dtype) for own in values):
+            if known is None or split.is_described(half, known, p.dtype):
+                return split.join(half, torch.empty_like(p, dtype=torch.int16).copy_(saved["lacking"]))
+    raise CheckpointError(
+        f"the saved state of {name} holds an fp32 master, and the weight it belongs to is not in the "
+        "model: load the model's weights before the optimizer's, both after prepare() where it was saved "
+        "with other 16 bits"
+    )
 
 
 def into_entries(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The state with each of its `masters` in its parameter's entry, as `halfstep.optim` saves one.
+    """Return the state with each of its `masters` in its parameter's entry, as `halfstep.optim` saves it.
 
     CheckpointError where the state does not say which parameter a master is of.
     """
@@ -208,7 +210,11 @@ def into_entries(state: Mapping[str, Any]) -> dict[str, Any]:
 @torch.no_grad()
 def _of_one_weight(own: Tensor, value: Tensor) -> bool:
     """Whether a weight (fp32 or 16-bit) and an fp32 master can be of one 16-bit weight, in every element."""
-    own, value = own.detach().float(), value.detach().to(own.device, torch.float32)
+    return all(_alike(*part) for part in split.parts(own, value.to(own.device)))
+
+
+def _alike(own: Tensor, value: Tensor) -> bool:
+    own, value = own.float(), value.float()
     half = value.half()
     same = (own == value) | (own.isnan() & value.isnan())
     same |= (own == half.float()) | (own == half.bfloat16().float()) | (own.half() == half)
@@ -222,33 +228,41 @@ def _of_one_weight(own: Tensor, value: Tensor) -> bool:
 
 
 def read(
-    optimizer: OnePassOptimizer, state_dict: Mapping[str, Any], dry: bool = False
-) -> tuple[list[Group], dict[Tensor, tuple[Group, Tensor | None]]]:
-    """What the optimizer shall hold after it loads `state_dict`; CheckpointError where that does not fit.
+    optimizer: OnePassOptimizer, state_dict: Mapping[str, Any], local: bool = False
+) -> tuple[list[Group], dict[Tensor, partial[Restored]]]:
+    """Return the state of an optimizer after it loads `state_dict`; CheckpointError where that does not fit.
 
-    The options of each group, and for each parameter this rank's state and, where a master says so, its part
-    of the weight. A `dry` reading checks a state without masters, of this rank's tensors or ones on meta.
+    The options of each group, and for each parameter what makes this rank's state and, where a master says
+    so, its part of the weight. `local`: a state without masters, of this rank's tensors or ones on meta.
     """
     saved_groups = state_dict["param_groups"]
     sources = match_groups(optimizer.param_groups, saved_groups)
     stays = {*OWN_OPTIONS, *optimizer._fixed_options}
     groups = [_options(group, saved, stays) for group, saved in zip(optimizer.param_groups, saved_groups)]
-    found: dict[Tensor, tuple[Group, Tensor | None]] = {}
+    found: dict[Tensor, partial[Restored]] = {}
     for p, _, place in optimizer._places():
         saved, group = state_dict["state"].get(sources[place]), groups[place[0]]
         keeps = any(key in optimizer.state.get(p, {}) for key in storage.MASTER_KEYS)
         if saved is None and (p.requires_grad or not keeps):  # a frozen one has no state but its master
             continue
-        weight, given = local_of(p), saved or {}
-        if dry:
-            own = {k: v.to("meta") if isinstance(v, Tensor) and v.dim() else v for k, v in given.items()}
-        else:
-            own = {key: shards.cut(key, value, p) for key, value in given.items()}
-        present = partial(optimizer.master_of, p) if keeps and not dry else None
-        name, formats = arguments.name_of(group, place), optimizer._formats(weight, group)
-        like = torch.empty_like(weight, device="meta") if dry else weight
-        found[p] = restore(name, own, like, formats, present)
+        present = partial(optimizer.master_of, p) if keeps and not local else None
+        name, formats = arguments.name_of(group, place), optimizer._formats(local_of(p), group)
+        found[p] = partial(_restored, p, name, saved or {}, formats, present, local)
+        found[p](dry=True)
     return [{k: v for k, v in group.items() if k != "params"} for group in groups], found
+
+
+def _restored(
+    p: Tensor,
+    name: str,
+    saved: Mapping[str, Any],
+    formats: tuple[Algorithm, int, int],
+    present: Callable[[], Tensor] | None,
+    local: bool,
+    dry: bool = False,
+) -> Restored:
+    own = saved if local else {key: shards.cut(key, value, p) for key, value in saved.items()}
+    return restore(name, own, local_of(p), formats, present, dry)
 
 
 def _options(group: Group, saved: Mapping[str, Any], stays: Collection[str]) -> Group:
@@ -262,7 +276,7 @@ def _options(group: Group, saved: Mapping[str, Any], stays: Collection[str]) -> 
 def match_groups(
     groups: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]
 ) -> dict[tuple[int, int], Any]:
-    """For each (group, position) of ours the saved parameter's key; CheckpointError where they do not fit."""
+    """Return the saved parameter's key of each (group, position); CheckpointError where they do not fit."""
     if [len(g["params"]) for g in groups] != [len(g["params"]) for g in saved]:
         raise CheckpointError(
             f"the saved optimizer has groups of {[len(g['params']) for g in saved]} parameters, "

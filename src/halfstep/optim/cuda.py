@@ -1,4 +1,4 @@
-"""Runs the GPU kernels: address tables that stay on the device, one launch a variant for all parameters.
+"""Run the GPU kernels: address tables that stay on the device, one launch a variant for all parameters.
 
 Tables are made anew when addresses change, by an asynchronous copy from pinned memory, and kept while they
 stay. Nothing is read back. A step may be captured in a CUDA graph once it has run outside of one: the graph
@@ -55,12 +55,12 @@ _dtypes = attrgetter("dtype")
 
 
 def _room(count: int, device: torch.device) -> Tensor:
-    """Memory on the host for so many int64 numbers, from which `device` copies without waiting."""
+    """Return host memory for so many int64 numbers, from which `device` copies without waiting."""
     return torch.empty(count, dtype=torch.int64, pin_memory=device.type == "cuda", device="cpu")
 
 
 def upload(values: Sequence[Any], device: torch.device) -> Tensor:
-    """int64 numbers on a device, sent without waiting."""
+    """Send int64 numbers to a device without waiting."""
     host = _room(len(values), device)
     host.numpy()[:] = values
     return move_to(host, device)
@@ -77,7 +77,7 @@ class DeviceTable:
         self._spare: Tensor | None = _room(count, device)
 
     def get(self, values: Any, captured: list[Any] | None) -> Tensor:
-        """The device tensor of an array; `captured` is where a graph under capture keeps what it uses."""
+        """Return the device tensor of an array; `captured`: where a graph under capture keeps its tensors."""
         if self._tensor is not None and np.array_equal(values, self._values):
             there = self._tensor
             if captured is not None:
@@ -243,7 +243,7 @@ class Plans:
             increment_version(bundle.params)
 
     def measure(self, grads: Sequence[Tensor], inv_scale: Number) -> GradStats:
-        """Finite flag, norm and largest magnitude of flat gradients on one device, in one read of each.
+        """Return finite flag, norm and largest magnitude of flat gradients on a device, in one read of each.
 
         Squares are added up in fp32 within a work item (in three ranges, so that none overflows or vanishes)
         and in float64 over items, always in the same order: the same gradients give the same bits.
@@ -275,7 +275,7 @@ class Plans:
 
 
 def _hyper_of(group: Group, device: torch.device) -> tuple[tuple[float, ...], Tensor | None]:
-    """What the kernel `scalars` takes, and a learning rate on the device in place of its first number."""
+    """Return the arguments of the kernel `scalars`, and a learning rate that is on the device."""
     lr = group["lr"]
     there = isinstance(lr, Tensor) and device.type in ("cpu", lr.device.type)
     pair = group["betas"] if "betas" in group else (group["momentum"], group["dampening"])
@@ -289,7 +289,7 @@ def _hyper_of(group: Group, device: torch.device) -> tuple[tuple[float, ...], Te
 def _factors(
     inv_scale: Number, clip: Number | Clip, sign: float, device: torch.device
 ) -> tuple[float, Tensor | None, Tensor | None, float | None]:
-    """Numbers multiplied in fp32; tensors as 0-d fp32 on the device; the limit where the second is a norm."""
+    """Return factors multiplied in fp32, tensors as 0-d fp32 on the device, and the limit of a norm."""
     limit = None
     if isinstance(clip, Clip):
         limit = float(clip.limit) if _is_here(clip.norm, device) else None

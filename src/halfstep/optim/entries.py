@@ -1,4 +1,4 @@
-"""Makes an entry of `optimizer.state` what the kernels need, from whatever a user or a checkpoint put there.
+"""Normalize an entry of `optimizer.state` for the kernels, whatever a user or a checkpoint put there.
 
 What has the right shape is kept, cast or laid out anew; what has not is refused by name, since torch's own
 optimizers would stop there too. Nothing here is remembered: the entry is the truth.
@@ -36,7 +36,7 @@ def settle(
 
 
 def _settle_step(entry: Entry, p: Tensor, algorithm: Algorithm, name: str) -> None:
-    """A number of fp32 on p's device; the first step of a buffer that does not exist yet is step 1."""
+    """Make the step count an fp32 number on p's device; without a buffer yet the first step is step 1."""
     step, missing = entry.get("step"), [key for key in algorithm.states if _held(entry, key) is None]
     if algorithm.starts_with_buffer:
         step = 0.0 if missing else 1.0 if step is None else step
@@ -55,7 +55,7 @@ def _settle_step(entry: Entry, p: Tensor, algorithm: Algorithm, name: str) -> No
 
 
 def _held(entry: Entry, key: str) -> Any:
-    """A moment as numbers, which go before its codes."""
+    """Return a moment stored as numbers, which take precedence over its codes."""
     given = entry.get(key)
     return entry.get(key + storage.CODES) if given is None else given
 
@@ -124,7 +124,7 @@ def _placed(given: Tensor, p: Tensor) -> bool:
 def moment(
     key: str, index: int, given: Tensor, exponents: Tensor | None, p: Tensor, state_kind: int
 ) -> Entry:
-    """The moment `given`, in any format and layout, as state of `p` in the format `state_kind`."""
+    """Return the moment `given`, in any format and layout, as state of `p` in the format `state_kind`."""
     target = torch.empty_like(p, dtype=storage.STORED[state_kind])
     if given.dtype == target.dtype and (exponents is None or given.stride() == target.stride()):
         found: Entry = {storage.held_as(key, state_kind): target.copy_(given)}
@@ -148,7 +148,7 @@ def moment(
 
 
 def settle_master(entry: Entry, p: Tensor, kind: int, value: Tensor | None) -> None:
-    """`settle` of the master alone: all that a weight needs before it trains."""
+    """Do `settle` for the master alone: all that a weight needs before it trains."""
     wanted = "master" if kind in storage.WITH_MASTER else "lacking" if kind in storage.EXACT else None
     if value is None:
         if wanted and _fits_master(entry.get(wanted), wanted, p):
@@ -184,7 +184,7 @@ def _fits_master(given: Any, wanted: str, p: Tensor) -> bool:
 
 
 def known_value(entry: Mapping[str, Any], p: Tensor) -> Tensor | None:
-    """The fp32 weight by an entry that keeps it in another form or layout; the weight wins where it differs.
+    """Return the fp32 weight from an entry in another form or layout; the weight wins where it differs.
 
     None where the entry says nothing of this weight: no master, one of another shape, or bits that were cast.
     """

@@ -69,7 +69,7 @@ class LoadedMasters(HooksOfHolder):
         self._came: dict[Tensor, tuple[int, Tensor, Tensor, Tensor]] = {}
 
     def attach(self, models: Sequence[nn.Module]) -> list[RemovableHandle]:
-        """Hang the hooks on every module, since parts of a model are loaded alone; returns handles."""
+        """Register the hooks on every module, since parts of a model are loaded alone; return handles."""
         modules = dict.fromkeys(module for model in models for module in model.modules())
         return [
             handle
@@ -82,7 +82,7 @@ class LoadedMasters(HooksOfHolder):
 
     @torch.no_grad()
     def before(self, module: nn.Module, state: dict[str, Any], prefix: str, *about: Any) -> None:
-        """Note what comes in for the module's own weights, and these and their masters as they are."""
+        """Note what is loaded into the module's own weights, and these and their masters as they are."""
         holder: HasMasters | None = self.holder()
         names: dict[Tensor, str] = {p: prefix + n for n, p in module._parameters.items() if p is not None}
         came = {p for p, name in names.items() if p.dtype in LOW_DTYPES and _fits(state.get(name), p)}
@@ -121,7 +121,7 @@ def _fits(value: Any, p: Tensor) -> TypeGuard[Tensor]:
 
 
 def _widened(value: Tensor, master: Tensor) -> Tensor:
-    """16-bit values in fp32: those of a master where they are its rounding."""
+    """Return 16-bit values in fp32: those of a master where they are its rounding."""
     same = master.to(value.dtype) == value
     if value.dtype == torch.bfloat16:
         same |= split.round_away(master) == value
@@ -142,10 +142,12 @@ def find_zero_moments(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Tensor
         entry = optimizer.state.get(p) or {}  # ZeroRedundancyOptimizer puts None for those of other ranks
         mean, square = entry.get("exp_avg"), entry.get("exp_avg_sq")
         if isinstance(mean, Tensor) and isinstance(square, Tensor) and mean.shape == square.shape:
-            moves = local_of(mean) != 0
-            lost, count = int((moves & (local_of(square) == 0)).sum()), int(moves.sum())
-            if 2 * lost > count:
-                yield p, f"{lost} of {count} second moments are zero where first moments are not"
+            mean, square = local_of(mean), local_of(square)
+            count, zeros = mean.count_nonzero(), square.numel() - square.count_nonzero()
+            if 2 * zeros > count:
+                lost = (square == 0).logical_and_(mean).count_nonzero()
+                if 2 * lost > count:
+                    yield p, f"{lost} of {count} second moments are zero where first moments are not"
 
 
 def warn_of_zero_moments(optimizers: Iterable[torch.optim.Optimizer]) -> None:

@@ -5,9 +5,10 @@ makes them agree. A link keeps no optimizer alive, so that an optimizer's hooks 
 """
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AnySet
-from typing import Any, cast
+from contextlib import contextmanager
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -27,6 +28,7 @@ from halfstep.policy.levels import LOW_DTYPES as LOW
 from halfstep.torch_private import foreach_add_, foreach_copy_, foreach_norm
 from halfstep.trees import accumulate_in_fp32, map_floats, parameters_of
 
+T = TypeVar("T", bound=Tensor)
 OWNERS = WeakTensorKeyDictionary()
 """Which record a 16-bit weight belongs to: weight -> weak reference to its `Link`."""
 
@@ -51,7 +53,7 @@ class Master(nn.Parameter):
     """When it and its weight last agreed: the changes of it that torch had counted, the weight's dtype."""
 
     def agree(self) -> None:
-        """Note that it and its weight agree now."""
+        """Note that it and its weight are in sync."""
         self._seen = self._version, self._source.dtype
 
     def write(self) -> None:
@@ -61,7 +63,7 @@ class Master(nn.Parameter):
 
     @property
     def data(self) -> Tensor:
-        """The values, without gradient."""
+        """Return the values, without gradient."""
         return self.detach()
 
     @data.setter
@@ -71,11 +73,10 @@ class Master(nn.Parameter):
 
     @property
     def grad(self) -> Tensor | None:
-        """The gradient shared with the weight, in fp32."""
+        """Return the gradient shared with the weight, in fp32."""
         grad = self._source.grad
         if grad is not None and grad.dtype in LOW and (owner := self._owner()) is not None:
-            owner.widen()
-            grad = self._source.grad
+            return owner.widened(self._source)
         return grad
 
     @grad.setter
@@ -94,7 +95,7 @@ class Master(nn.Parameter):
 
 
 def weight_of(parameter: Tensor) -> Tensor:
-    """The model's weight behind a master; any other parameter as it is."""
+    """Return the model's weight behind a master; any other parameter as it is."""
     return cast(Master, parameter)._source if issubclass(type(parameter), Master) else parameter
 
 
@@ -121,7 +122,7 @@ def _dense_pair(master: Master) -> bool:
 
 
 def _refresh_by_kernel(masters: Sequence[Master]) -> list[Master]:
-    """Give masters on a GPU the values of changed weights, reading nothing back; returns the others."""
+    """Give masters on a GPU the values of changed weights, reading nothing back; return the others."""
     rows, rest = dict[tuple[torch.device, torch.dtype, bool], list[Master]](), list[Master]()
     for m in masters:
         w = m._source
@@ -142,7 +143,7 @@ def _refresh_by_kernel(masters: Sequence[Master]) -> list[Master]:
 
 
 def _differing(masters: Sequence[Master]) -> list[Master]:
-    """All masters whose weights are not their rounding, by value, and some whose weights are."""
+    """Return all masters whose weights are not their rounding, by value, and some whose weights are."""
     has_kernels, found, rest = kernels(needed=False) is not None, list[Master](), list[Master]()
     rows: dict[torch.dtype, list[tuple[Master, int, int, int]]] = {}
     for m in masters:
@@ -165,11 +166,26 @@ def _differ(masters: Sequence[Master]) -> bool:
     weights = [m._source for m in masters]
     if capturing(weights[0].device):
         return False
-    distances = list(map(torch.empty_like, weights))
-    foreach_copy_(distances, masters)
-    foreach_add_(distances, weights, alpha=-1)
-    sums = [d.to(distances[0].device) for d in foreach_norm(distances, 1)]
+    sums = list[Tensor]()
+    for some in bounded(masters):
+        distances = [torch.empty_like(m._source) for m in some]
+        foreach_copy_(distances, some)
+        foreach_add_(distances, [m._source for m in some], alpha=-1)
+        sums += (d.to(weights[0].device) for d in foreach_norm(distances, 1))
     return bool(torch.stack(sums).any())
+
+
+def bounded(tensors: Iterable[T]) -> Iterator[list[T]]:
+    """Yield the tensors in lists of so many elements as one call widens, or of one larger tensor."""
+    some, size = list[T](), 0
+    for t in tensors:
+        if some and size + t.numel() > _AT_ONCE:
+            yield some
+            some, size = [], 0
+        some.append(t)
+        size += t.numel()
+    if some:
+        yield some
 
 
 class Link(HasMasters):
@@ -192,11 +208,13 @@ class Link(HasMasters):
         self._given = names
         self._together: list[dict[str, Any]] = []
         """Groups whose option `foreach` is set for the step that is under way."""
+        self._parts: _Parts | None = None
+        """Where a step takes its gradients a part at a time."""
         self.adopt(initial)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """Whose masters these are; it outlives its hooks, which own this."""
+        """Return the optimizer. It outlives this link, which its hooks own."""
         return cast(torch.optim.Optimizer, self._optimizer())
 
     def adopt(self, initial: Mapping[Tensor, Tensor] | None = None) -> None:
@@ -269,7 +287,7 @@ class Link(HasMasters):
             raise ConfigError(f"{what} already has a master in another optimizer; revert() that one first")
 
     def names(self) -> list[str]:
-        """A name for each master: fully qualified, the group's own `param_names`, or `group.position`."""
+        """Return a name for each master: fully qualified, of `param_names`, or `group.position`."""
         here: dict[int, str] = {}
         for g, group in enumerate(self.optimizer.param_groups):
             own = group.get("param_names")
@@ -280,13 +298,35 @@ class Link(HasMasters):
     @torch.no_grad()
     def widen(self) -> None:
         """Make every 16-bit gradient fp32, where the weight holds it, so that both sides see one tensor."""
-        low = [w for w in self.pairs if w.grad is not None and w.grad.dtype in LOW]
-        while low:  # a bounded part of the gradients is there twice, in 16 bits and in fp32
-            some, size = list[Tensor](), 0
-            while low and size < _AT_ONCE:
-                some.append(low.pop())
-                size += some[-1].numel()
+        low = (w for w in self.pairs if w.grad is not None and w.grad.dtype in LOW)
+        for some in bounded(low):  # these gradients alone are there twice, in 16 bits and in fp32
             _widen(some)
+
+    def widened(self, weight: Tensor) -> Tensor:
+        """Return the fp32 gradient of a weight that has a 16-bit one."""
+        if self._parts is not None:
+            return self._parts.gradient(weight)
+        self.widen()
+        return cast(Tensor, weight.grad)
+
+    def is_large(self) -> bool:
+        """Whether all gradients of masters are dense and in 16 bits, and more than one call widens."""
+        grads = [g for w in self.pairs if (g := w.grad) is not None]
+        low = all(g.dtype in LOW and not g.is_sparse for g in grads)
+        return low and sum(g.numel() for g in grads) > _AT_ONCE
+
+    @contextmanager
+    def in_parts(self, change: Callable[[list[Tensor]], None]) -> Generator[None]:
+        """Within, a step of one of torch's optimizers reads fp32 copies of the gradients, as `change` leaves
+        them, a bounded number at a time; the gradients stay as they are.
+
+        torch's optimizers go from group to group, so the step finds groups of so many parameters.
+        """
+        groups, self._parts = self.optimizer.param_groups, _Parts(change)
+        try:
+            yield
+        finally:
+            self.optimizer.param_groups, self._parts = groups, None
 
     @torch.no_grad()
     def write_back(self) -> None:
@@ -347,7 +387,7 @@ class Link(HasMasters):
                         state[m][key] = value.to(device)
 
     def masters(self, only: AnySet[Tensor] | None = None) -> dict[Tensor, Tensor]:
-        """The masters by weight, of `only` some: the very tensors, detached."""
+        """Return the masters by weight, of `only` some: the very tensors, detached."""
         self.sync(only)
         return {w: m.detach() for w, m in self.pairs.items() if only is None or w in only}
 
@@ -360,7 +400,7 @@ class Link(HasMasters):
                 master.write()
 
     def matched(self, state: Mapping[str, Tensor]) -> dict[Tensor, Tensor]:
-        """The saved masters by weight; CheckpointError where names or shapes do not fit.
+        """Return the saved masters by weight; CheckpointError where names or shapes do not fit.
 
         A frozen weight that was saved without one keeps its own.
         """
@@ -404,13 +444,16 @@ class Link(HasMasters):
             OWNERS.pop(weight, None)
 
     def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Step pre-hook."""
+        """Sync masters before a step (a pre-hook)."""
         if torch.compiler.is_compiling():
             raise UnsupportedError(
                 "an optimizer with MasterWeights cannot be compiled; compile the model only"
             )
         self.sync()
-        self.widen()
+        if self._parts is None:
+            self.widen()
+        else:
+            optimizer.param_groups = self._parts.split(optimizer.param_groups)
         for group in optimizer.param_groups:  # torch chooses so for parameters of no class of their own
             alone = group.get("foreach", False) is None and not group.get("fused")
             if alone and all(p.is_cuda for p in group["params"]):
@@ -418,7 +461,7 @@ class Link(HasMasters):
                 self._together.append(group)
 
     def after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Step post-hook; where a step is broken off before it, `push` does the same."""
+        """Write masters back after a step (a post-hook); if a step breaks off, `push` does so."""
         while self._together:
             self._together.pop()["foreach"] = None
         self.write_back()
@@ -433,7 +476,7 @@ class Link(HasMasters):
         return {**state, checkpoints.MASTERS: named, checkpoints.PLACES: places}
 
     def saved_pairs(self, saved: Any) -> list[tuple[Tensor, Tensor]]:
-        """Masters and what each was saved as; CheckpointError where names or shapes do not fit."""
+        """Return masters with their saved values; CheckpointError where names or shapes do not fit."""
         names, held = self._known(), saved if isinstance(saved, Mapping) else {}
         frozen = (p for p in parameters_of(self.optimizer) if p.dtype in LOW and not p.requires_grad)
         self.adopt({p: p.detach() for p in frozen if names.get(p) in held})
@@ -446,13 +489,47 @@ _AT_ONCE = 1 << 24
 
 def _widen(weights: Sequence[Tensor]) -> None:
     grads = [cast(Tensor, w.grad) for w in weights]
-    dense = [g for g in grads if not g.is_sparse]
-    wide = [torch.empty_like(g, dtype=torch.float32) for g in dense]
-    if dense:
-        foreach_copy_(wide, dense)
-    rest = iter(wide)
+    rest = iter(_wide([g for g in grads if not g.is_sparse]))
     for w, grad in zip(weights, grads):
         w.grad = grad.to(torch.float32) if grad.is_sparse else next(rest)
+
+
+def _wide(grads: Sequence[Tensor]) -> list[Tensor]:
+    wide = [torch.empty_like(g, dtype=torch.float32) for g in grads]
+    if wide:
+        foreach_copy_(wide, grads)
+    return wide
+
+
+class _Parts:
+    """The gradients of one step, of which a bounded part is there in fp32."""
+
+    def __init__(self, change: Callable[[list[Tensor]], None]) -> None:
+        self._change = change
+        self._beside: dict[Tensor, list[Tensor]] = {}
+        """Weights in the group of each."""
+        self._wide: dict[Tensor, Tensor] = {}
+
+    def split(self, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Yield the groups in parts."""
+        parts = [{**group, "params": some} for group in groups for some in bounded(group["params"])]
+        for part in parts:
+            weights = [
+                m._source for m in part["params"] if isinstance(m, Master) and m._source.grad is not None
+            ]
+            self._beside |= dict.fromkeys(weights, weights)
+        return parts
+
+    @torch.no_grad()
+    def gradient(self, weight: Tensor) -> Tensor:
+        """That of a weight, and of those beside it; the ones before are dropped first."""
+        if weight not in self._wide:
+            self._wide.clear()
+            weights = self._beside[weight]
+            wide = _wide([cast(Tensor, w.grad) for w in weights])
+            self._change(wide)
+            self._wide = dict(zip(weights, wide))
+        return self._wide[weight]
 
 
 def _is_place(name: str) -> bool:
@@ -460,5 +537,5 @@ def _is_place(name: str) -> bool:
 
 
 def narrow_state(state: dict[Any, Any], dtype: torch.dtype) -> dict[Any, Any]:
-    """Optimizer state with its floating tensors in `dtype`, as torch keeps them; `step` stays as it is."""
+    """Return optimizer state with its floating tensors in `dtype`, as torch keeps them; `step` stays."""
     return {k: v if k == "step" else map_floats(lambda t: t.to(dtype), v) for k, v in state.items()}

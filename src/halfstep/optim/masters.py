@@ -95,13 +95,13 @@ class MasterWeights:
 
     @property
     def link(self) -> Link:
-        """The live record; ConfigError after `revert()`."""
+        """Return the live link; ConfigError after `revert()`."""
         if self._link is None:
             raise ConfigError("these MasterWeights were reverted; make new ones to train with masters again")
         return self._link
 
     def masters(self, only: AnySet[Tensor] | None = None) -> dict[Tensor, Tensor]:
-        """The fp32 master of every 16-bit weight, or of those in `only`: to be read, not written."""
+        """Return the fp32 master of every 16-bit weight, or of those in `only`: to be read, not written."""
         return self.link.masters(only)
 
     def seed_masters(self, values: Mapping[Tensor, Tensor]) -> None:
@@ -110,17 +110,17 @@ class MasterWeights:
         self.link.seed_masters(values)
 
     def pairs(self) -> list[tuple[Tensor, Tensor]]:
-        """`(16-bit weight, fp32 master)` for every parameter that has a master."""
+        """Return `(16-bit weight, fp32 master)` for every parameter that has a master."""
         self.link.sync()
         return list(self.link.pairs.items())
 
     def named(self) -> list[tuple[str, Tensor]]:
-        """`(fully qualified name, fp32 master)`, in the optimizer's order."""
+        """Return `(fully qualified name, fp32 master)`, in the optimizer's order."""
         pairs = self.pairs()
         return [(name, master) for name, (_, master) in zip(self.link.names(), pairs)]
 
     def params(self) -> list[Tensor]:
-        """Everything the optimizer updates, masters in place of 16-bit weights: clip and measure these."""
+        """Return what the optimizer updates, masters instead of 16-bit weights: clip and measure these."""
         self.link.sync()
         return parameters_of(self.optimizer)
 
@@ -143,7 +143,7 @@ class MasterWeights:
         self.link.write_back()
 
     def refresh(self, values: Mapping[str, Tensor] | None = None) -> None:
-        """Take the model's present weights into the masters where they differ from the rounded masters.
+        """Set masters to the model's current weights where these differ from the rounded masters.
 
         With `values` (FQN to tensor of any float dtype, e.g. an fp32 checkpoint's `state_dict()`)
         the named masters take those exactly, and the weights follow.
@@ -168,7 +168,7 @@ class MasterWeights:
         self.link.seed_masters(found)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Copies of the masters by fully qualified name, or `group.position` where no name is known."""
+        """Return copies of the masters by fully qualified name, or `group.position` without one."""
         return {name: master.detach().clone() for name, master in self.named()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -182,7 +182,7 @@ class MasterWeights:
 
     @contextmanager
     def swap(self) -> Generator[None]:
-        """Within, the model's parameters are the fp32 masters (same memory), to evaluate, copy or average.
+        """Make the fp32 masters (same memory) the model's parameters for the block: evaluate, copy, average.
 
         Replaces the entries of the modules, not the data of the weights, so DDP and autograd do not notice.
         Not for training: gradients of that time belong to the stand-ins. Other 16-bit parameters, buffers and
@@ -194,7 +194,7 @@ class MasterWeights:
 
     @contextmanager
     def checkpointing(self) -> Generator[None]:
-        """Within, the model's parameters are the optimizer's own, as torch's checkpoint functions want it.
+        """Make the optimizer's parameters the model's for the block, as torch's checkpoint functions want.
 
         `get_state_dict(model, optimizer)` of `torch.distributed.checkpoint.state_dict` and its kin know an
         optimizer's parameters by those of the model, and with masters the two differ. Here they are the same:
@@ -297,7 +297,7 @@ def _refuse_own_references(optimizer: torch.optim.Optimizer) -> None:
 def fp32_state_dict(
     model: nn.Module, optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
 ) -> dict[str, Tensor]:
-    """The model's `state_dict` in fp32: parameters from their masters, exactly; 16-bit buffers widened.
+    """Return the model's `state_dict` in fp32: exact parameters from their masters; 16-bit buffers widened.
 
     `optimizer` is one or several, of `halfstep.optim` or with `MasterWeights`; parameters without a master
     are cast from what the model has. New, detached tensors; integer and fp64 entries are copied as they are.
@@ -305,7 +305,10 @@ def fp32_state_dict(
     optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
     if any(not isinstance(o, torch.optim.Optimizer) for o in optimizers):
         raise ConfigError("fp32_state_dict takes a model and its optimizer, or several of them")
-    masters = {w: value for holder in holders_of(optimizers) for w, value in holder.masters().items()}
+    masters, new = dict[Tensor, Tensor](), set[Tensor]()
+    for holder in holders_of(optimizers):
+        masters |= (values := holder.masters())
+        new |= set() if isinstance(holder, Link) else values.keys()
     named = dict(model.named_parameters(remove_duplicate=False))
     out: dict[str, Tensor] = {}
     for key, value in model.state_dict().items():
@@ -313,7 +316,8 @@ def fp32_state_dict(
             continue
         p = named.get(key)
         if p is not None and p in masters:
-            out[key] = masters[p].clone()
+            out[key] = masters[p] if p in new else masters[p].clone()
+            new.discard(p)  # a tied one is in the model under another key too
         elif value.dtype in LOW_DTYPES:
             out[key] = value.detach().to(torch.float32)
         else:
@@ -322,12 +326,12 @@ def fp32_state_dict(
 
 
 def holders_of(optimizers: Iterable[torch.optim.Optimizer]) -> list[HasMasters]:
-    """What holds the fp32 masters of these optimizers: themselves or their `MasterWeights`, or nothing."""
+    """Return the holders of the optimizers' fp32 masters: themselves, their `MasterWeights`, or nothing."""
     return [holder for optimizer in optimizers if (holder := holder_of(optimizer)) is not None]
 
 
 def holder_of(optimizer: torch.optim.Optimizer) -> HasMasters | None:
-    """`holders_of` one optimizer."""
+    """Return `holders_of` one optimizer."""
     owners = (p._owner() for p in parameters_of(optimizer) if isinstance(p, Master))
     own = optimizer if isinstance(optimizer, HasMasters) else None
     return next((owner for owner in owners if owner is not None), own)

@@ -73,7 +73,7 @@ class GradientRelease:
 
     @contextmanager
     def hold(self) -> Generator[None]:
-        """Backward passes inside only add up gradients: for all micro-batches but the last."""
+        """Only add up gradients in backward passes of the block: for all micro-batches but the last."""
         before, self._holding = self._holding, True
         try:
             yield
@@ -90,7 +90,7 @@ class GradientRelease:
         return restore
 
     def state(self) -> dict[str, float | None]:
-        """The norm of the last step and what the next is clipped to, for a checkpoint; reads the device."""
+        """Return the last step's norm and what the next is clipped to, for a checkpoint; reads the device."""
         last = None if self._last_norm is None else float(self._last_norm)
         return {"last_norm": last, "clip_norm": self.clip_norm}
 
@@ -113,12 +113,12 @@ class GradientRelease:
             p.grad = None
 
     def stats(self, rest: GradStats | None) -> GradStats | None:
-        """What was seen since the last step and in `rest`, together; None where nothing was."""
+        """Return the stats since the last step combined with `rest`; None where there are none."""
         parts = [*self._seen, *([rest] if rest is not None else [])]
         return combine(parts) if parts else None
 
     def forget(self) -> None:
-        """Forget what was seen since the last step: a backward pass broke off, and no step ends it."""
+        """Forget the stats since the last step: a backward pass broke off, and no step ends it."""
         self._seen = []
 
     def finish(self, clips: bool) -> None:

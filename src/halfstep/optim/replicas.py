@@ -27,7 +27,7 @@ class Training(Protocol):
 
     @property
     def optimizers(self) -> Sequence[torch.optim.Optimizer]:
-        """All of them, with masters or without."""
+        """Return all optimizers, with masters or without."""
         ...
 
 
@@ -35,7 +35,7 @@ class Wrapped(Protocol):
     """Who wants to know of each DDP that is made around its weights."""
 
     def trains_in(self, module: nn.Module) -> bool:
-        """Whether its weights are the module's."""
+        """Whether the module holds its weights."""
         ...
 
     def wrapped(self, ddp: Any, sends: bool) -> None:
@@ -74,14 +74,14 @@ def send_masters(ddp: Any, module: nn.Module, trainings: Sequence[Training], ran
 
 
 def follow_wraps(training: Training) -> None:
-    """From now on, a DDP made around weights of this training gives all ranks rank 0's masters."""
+    """Give all ranks rank 0's masters whenever a DDP is made around weights of this training."""
     if torch.distributed.is_available():
         _TRAININGS.add(training)
         _watch()
 
 
 def tell_of_wraps(told: Wrapped) -> None:
-    """From now on, `told` hears of every DDP around its weights."""
+    """Call `told` for every DDP made around its weights from now on."""
     if torch.distributed.is_available():
         _TOLD[told] = None
         _watch()
@@ -93,7 +93,7 @@ def _watch() -> None:
 
 
 def _on_registration(parent: nn.Module, name: str, module: nn.Module | None) -> None:
-    """Called for every module that becomes part of another; acts where DDP's constructor takes its own."""
+    """Run for every module that becomes part of another; act where DDP's constructor registers its module."""
     if not isinstance(parent, nn.parallel.DistributedDataParallel) or module is None:
         return
     if hasattr(parent, "reducer"):  # another module in the place of the one that it was made around

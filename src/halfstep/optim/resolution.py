@@ -71,15 +71,17 @@ def resolution(optimizer: OnePassOptimizer, warn: bool = True) -> list[Resolutio
 
 
 def expected_step(p: Tensor, group: Mapping[str, Any], rate: float) -> Tensor | None:
-    """How far an update at this rate moves each sampled weight: Adam and Lion by about the rate, SGD by the
-    rate times the gradient, None where there is none."""
+    """Return how far an update at this rate moves each sampled weight.
+
+    Adam and Lion move it by about the rate, SGD by the rate times the gradient; None without a gradient.
+    """
     if "betas" in group:
         return torch.tensor(rate, dtype=torch.float64, device="cpu")
     return None if p.grad is None else _sample(p.grad).abs().double() * rate
 
 
 def too_coarse(p: Tensor, step: Tensor, bits: int | None = None) -> tuple[Tensor, Tensor]:
-    """The ulp of each sampled weight, and whether a step of this size is lost in it.
+    """Return the ulp of each sampled weight, and whether a step of this size is lost in it.
 
     `bits`: of the significand that holds the weight; None means its own dtype's.
     """
@@ -99,7 +101,7 @@ class LostShares:
 
 @contextmanager
 def lost_updates(optimizer: OnePassOptimizer) -> Generator[LostShares]:
-    """Around one `step`: the share of weights with a gradient that kept their value, masters included.
+    """Measure around one `step` the share of weights with a gradient that kept their value.
 
     Weights rounded at random lose none: those that stay make up for those that move too far. Weights are
     sampled (at most 65,536 a tensor); reads values back to the host.
@@ -164,7 +166,7 @@ def _count_idle(kind: Any, group: Mapping[str, Any], dtype: torch.dtype, device:
 
 
 def held(optimizer: torch.optim.Optimizer, p: Tensor) -> tuple[Tensor, ...]:
-    """The tensors that together hold the value of `p`: itself, and its master or lacking bits, if any.
+    """Return the tensors that together hold the value of `p`: itself, and its master or lacking bits, if any.
 
     An update is lost where none of them changed. For any torch optimizer; of `p`'s shape, not copied.
     """
@@ -173,7 +175,7 @@ def held(optimizer: torch.optim.Optimizer, p: Tensor) -> tuple[Tensor, ...]:
 
 
 def rounded_at_random(optimizer: torch.optim.Optimizer) -> set[Tensor]:
-    """The parameters that this optimizer rounds at random after an update, which loses nothing on average."""
+    """Return the parameters that this optimizer rounds stochastically: no update is lost on average."""
     groups = [g["params"] for g in optimizer.param_groups if g.get("master") == "stochastic"]
     return {p for params in groups for p in params if p.dtype == torch.bfloat16}
 

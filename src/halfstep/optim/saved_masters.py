@@ -6,7 +6,8 @@ never changed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -35,7 +36,7 @@ class SavedMasters:
 
     def __init__(self, link: Link | None = None) -> None:
         self._link = link
-        self._found: list[tuple[Tensor, Tensor]] = []
+        self._found: list[tuple[Tensor, Callable[[], Tensor | None]]] = []
 
     def attach(self, optimizer: torch.optim.Optimizer) -> list[RemovableHandle]:
         """Register the hooks; none on a wrapper that is no whole torch optimizer."""
@@ -50,7 +51,8 @@ class SavedMasters:
         """Take out masters and 8-bit codes; CheckpointError, with nothing changed, where they do not fit."""
         self._found = []
         if self._link is not None:
-            self._found = self._link.saved_pairs(state.get(checkpoints.MASTERS))
+            pairs = self._link.saved_pairs(state.get(checkpoints.MASTERS))
+            self._found = [(master, partial(Tensor.detach, value)) for master, value in pairs]
             state = {key: value for key, value in state.items() if key != checkpoints.MASTERS}
         groups = state["param_groups"]
         if [len(g["params"]) for g in groups] != [len(g["params"]) for g in optimizer.param_groups]:
@@ -63,8 +65,8 @@ class SavedMasters:
             self._link.sync()
         for place, (number, p) in enumerate(mine):
             entry = kept[number]
-            value = _value(f"parameter {place}", entry, p)
-            if value is not None:
+            value = partial(_value, f"parameter {place}", entry, p)
+            if value() is not None:  # it is made again when it is set: they are never all there
                 self._found.append((p, value))
             kept[number] = _plain(entry, p)
         return {**spread, "state": {number: _counted(entry) for number, entry in kept.items()}}
@@ -74,14 +76,14 @@ class SavedMasters:
         """Set the parameters to the masters that `before` found."""
         found, self._found = self._found, []
         for p, value in found:
-            p.copy_(value)
+            p.copy_(cast(Tensor, value()))
             if isinstance(p, Master):
                 p.write()
         warn_of_zero_moments([optimizer])
 
 
 def _counted(entry: Any) -> Any:
-    """The entry, a 16-bit count of its steps in fp32: bf16 stops counting at 256, fp16 at 2,048."""
+    """Return the entry, a 16-bit count of its steps in fp32: bf16 stops counting at 256, fp16 at 2,048."""
     step = entry.get("step") if isinstance(entry, Mapping) else None
     return {**entry, "step": step.float()} if isinstance(step, Tensor) and step.dtype in LOW_DTYPES else entry
 
@@ -94,7 +96,7 @@ def _is_own(entry: Any) -> bool:
 
 @torch.no_grad()
 def _value(name: str, entry: Mapping[str, Any], p: Tensor) -> Tensor | None:
-    """The fp32 value of a parameter by its entry; None where there is none, or `p` cannot hold it."""
+    """Return the fp32 value of a parameter by its entry; None where there is none, or `p` cannot hold it."""
     if p.dtype in LOW_DTYPES or not checkpoints.has_master(entry):
         return None
     saved = entry["master"] if "master" in entry else entry["lacking"]
@@ -111,7 +113,7 @@ def _value(name: str, entry: Mapping[str, Any], p: Tensor) -> Tensor | None:
 
 
 def _plain(entry: Mapping[str, Any], p: Tensor) -> dict[str, Any]:
-    """The entry as torch's optimizers read it: no master, and fp32 in the place of 8-bit codes."""
+    """Return the entry as torch's optimizers read it: no master, and fp32 in the place of 8-bit codes."""
     plain = {key: value for key, value in entry.items() if key not in _OWN}
     for coded in [key for key in plain if str(key).endswith(storage.CODES)]:
         key = coded.removesuffix(storage.CODES)

@@ -66,14 +66,14 @@ def add_partial_sums(params: Sequence[Tensor]) -> None:
 
 
 def sets_of(params: Sequence[Tensor]) -> list[tuple[Any, ...]]:
-    """The sets of process groups over which parameters are split, the same on every rank."""
+    """Return the sets of process groups over which parameters are split, the same on every rank."""
     return list(dict.fromkeys(groups_of_shards(params)))
 
 
 def combined(
     found: Sequence[tuple[Any, float, float]], params: Sequence[Tensor], inv_scale: float
 ) -> HostStats:
-    """The answer over all ranks, from this rank's sums and peaks of each set of process groups."""
+    """Return the answer over all ranks, from this rank's sums and peaks of each set of process groups."""
     if not any_shard(params):
         return cpus_.combined([(squares, peak) for _, squares, peak in found], inv_scale)
     own = [(one, [two for groups, *two in found if groups == one]) for one in sets_of(params)]
@@ -121,7 +121,7 @@ def placed_alike(value: Any, p: Any) -> bool:
 
 
 def as_shard(key: str, value: Any, p: Tensor) -> Any:
-    """A state of this rank's part of `p` as the user sees it: a DTensor where it is cut as `p` is."""
+    """Return a state of this rank's part of `p` as the user sees it: a DTensor where it is cut as `p` is."""
     if local_of(p) is p or not isinstance(value, Tensor) or value.dim() == 0:
         return value
     from torch.distributed.tensor import DTensor

@@ -25,7 +25,7 @@ UNSUMMED = 1 << 62
 
 
 def describe_weight(half: Tensor, whole: bool) -> dict[str, int]:
-    """The format and a checksum of a `whole` 16-bit weight, by which its lacking bits know it again.
+    """Return the format and a checksum of a `whole` 16-bit weight, by which its lacking bits know it again.
 
     Numbers only: torch's own optimizers take a string apart on the way through.
     """
@@ -61,7 +61,7 @@ def split(values: Tensor, half: Tensor, lacking: Tensor) -> Tensor | None:
 
 
 def join(half: Tensor, lacking: Tensor, out: Tensor | None = None) -> Tensor:
-    """The fp32 values that were split into `half`, bf16 or fp16, and `lacking`, int16 of its shape.
+    """Return the fp32 values that were split into `half`, bf16 or fp16, and `lacking`, int16 of its shape.
 
     They are written into `out`, or a new tensor laid out as `half`. As `split`, in bounded parts.
     """
@@ -101,7 +101,7 @@ def round_away(values: Tensor) -> Tensor:
 
 
 def _upper_bits(values: Tensor, nan: Tensor) -> Tensor:
-    """The bits of `round_away`, as int32."""
+    """Return the bits of `round_away`, as int32."""
     bits = values.view(torch.int32)
     up = (bits + 0x8000) >> 16
     return torch.where(nan, (bits >> 16) | 0x7FC0, up)
@@ -150,7 +150,7 @@ def join_bf16(half: Tensor, lacking: Tensor, out: Tensor) -> None:
 
 
 def lacking_fp16(values: Tensor, half: Tensor) -> Tensor:
-    """The int16 that `half`, the fp16 cast of fp32 `values`, lacks."""
+    """Return the int16 that `half`, the fp16 cast of fp32 `values`, lacks."""
     size = values.view(torch.int32) & MAGNITUDE
     code = half.view(torch.int16).to(torch.int32) & 0x7FFF
     base = half.abs().to(torch.float32)

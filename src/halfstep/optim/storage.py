@@ -28,7 +28,7 @@ MASTER_KEYS = ("master", "lacking")
 
 
 def held_as(key: str, state_kind: int) -> str:
-    """The name of a moment in an entry of the state, the same in files."""
+    """Return the name of a moment in an entry of the state, the same in files."""
     return key + CODES if state_kind == L.STATE_8BIT else key
 
 
@@ -80,7 +80,7 @@ def width_of(t: Tensor) -> int:
 
 
 def exponents_shape(t: Tensor) -> tuple[int, int]:
-    """Rows and blocks a row of the exponents that belong to 8-bit states of `t`'s shape and layout."""
+    """Return rows and blocks a row of the exponents that belong to 8-bit states of `t`'s shape and layout."""
     width = width_of(t)
     return -(-t.numel() // width), rounding.blocks_of(width)
 
@@ -189,7 +189,7 @@ def read_state(slot: Slot, index: int) -> Tensor:
 def stored_state(
     slot: Slot, index: int, value: Tensor, random: Tensor | None, bounds: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """A new state as it is kept, and the exponents of 8-bit ones.
+    """Return a new state as it is kept, and the exponents of 8-bit ones.
 
     `random` holds 32 bits an element, `bounds` what no value of a block exceeds.
     """

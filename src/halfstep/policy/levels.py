@@ -120,7 +120,7 @@ WORDS: Mapping[str, tuple[str, torch.dtype | None]] = MappingProxyType(
 
 
 def dtype_of(x: str | torch.dtype) -> torch.dtype:
-    """The dtype that a name or a torch dtype given as dtype= means.
+    """Return the dtype that a name or a torch dtype given as dtype= means.
 
     Raises:
         ConfigError: there is none; the message offers those that a level computes in.

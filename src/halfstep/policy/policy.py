@@ -204,7 +204,7 @@ def says_dtype(policy: str | Policy | Mapping[str, Any] | None) -> bool:
 
 
 def text_of(given: Mapping[str, Any]) -> str:
-    """The text form of a policy that came as a dict, not yet checked: `Policy.parse` reads it.
+    """Return the text form of a policy that came as a dict, not yet checked: `Policy.parse` reads it.
 
     Keys are those of the text ("table", "compute" ...), a rule over its ops ("full": ["exp", "tanh"]), or an
     op beside its rule ("exp": "full"). Raises ConfigError for anything else.

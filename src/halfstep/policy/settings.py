@@ -47,7 +47,7 @@ class Settings:
         object.__setattr__(self, "measured", tuple(self.measured))
 
     def to_table(self) -> dict[str, Any]:
-        """The TOML table `[settings]`, as plain values."""
+        """Return the TOML table `[settings]`, as plain values."""
         return {
             "level": self.level,
             **({"dtype": dtype_name(self.dtype)} if self.dtype is not None else {}),

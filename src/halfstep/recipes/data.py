@@ -104,7 +104,7 @@ class TextBatches(Batches):
 
 @cache
 def digits() -> Dataset:
-    """The 1,797 handwritten 8x8 digits of scikit-learn, scaled up to [N, 1, 28, 28] in 0..255, fp32.
+    """Return the 1,797 handwritten 8x8 digits of scikit-learn, scaled up to [N, 1, 28, 28] in 0..255, fp32.
 
     500 are the test, in a split that is fixed (seed 0), so that seeds of a run vary training alone. Needs
     scikit-learn.
@@ -184,7 +184,7 @@ def encode(text: str) -> Tensor:
 
 @cache
 def stdlib_text() -> tuple[Tensor, Tensor]:
-    """The standard library's top-level modules in name order, as codes: (train, test = last 5 %)."""
+    """Return the standard library's top-level modules in name order, as codes: (train, test = last 5 %)."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     pieces: list[str] = []
     total = 0

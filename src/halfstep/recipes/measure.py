@@ -49,7 +49,7 @@ def noise(taken: Sequence[float]) -> float:
 def rounds_in_turn(
     steps: Sequence[Step], device: torch.device, rounds: int, warm_up: int = 2
 ) -> list[list[float]]:
-    """Seconds of each step in each of `rounds` rounds in which every step runs once."""
+    """Return seconds of each step in each of `rounds` rounds in which every step runs once."""
     seconds: list[list[float]] = [[] for _ in steps]
     for turn in range(warm_up + rounds):
         for step, taken in zip(steps, seconds):
@@ -73,7 +73,7 @@ def storage_bytes(tensors: Iterable[Tensor]) -> dict[int, int]:
 
 
 def saved_bytes(forward: Callable[[], Tensor], parameters: Iterable[Tensor]) -> int:
-    """Bytes that autograd keeps between `forward` and backward, without the parameters themselves.
+    """Return bytes that autograd keeps between `forward` and backward, without the parameters themselves.
 
     Counted from the tensors handed to `torch.autograd.graph.saved_tensors_hooks`: each storage once, whole.
     """

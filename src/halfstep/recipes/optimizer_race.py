@@ -22,7 +22,7 @@ SCALE = 65536.0
 
 
 def fp32_value(optimizer: Any, p: nn.Parameter) -> Tensor:
-    """A weight as its optimizer knows it: the master where there is one."""
+    """Return a weight as its optimizer knows it: the master where there is one."""
     return optimizer.master_of(p) if isinstance(optimizer, AdamW) else p.detach()
 
 

@@ -50,7 +50,7 @@ class Recipe:
     scales: tuple[str, ...] = ()
 
     def build(self, seed: int, level: str = "O2") -> tuple[nn.Module, Optimizer]:
-        """A freshly initialised model and its optimizer; the global generator is left as it was.
+        """Return a freshly initialised model and its optimizer; the global generator is left as it was.
 
         The optimizer keeps no masters where `level` has none.
         """
@@ -61,11 +61,11 @@ class Recipe:
         return model, self.optimizer(model.parameters(), master)
 
     def task(self, folder: str | None = None) -> Task:
-        """The data, from `folder` (MNIST's IDX files) where the recipe can use one."""
+        """Return the data, from `folder` (MNIST's IDX files) where the recipe can use one."""
         return self.data(self.batch_size, folder)
 
     def batches(self, seed: int) -> _data.Batches:
-        """The training batches, in the order of `seed`."""
+        """Return the training batches, in the order of `seed`."""
         return self.task().train(seed)
 
 
@@ -85,7 +85,7 @@ def _images(
 
 
 def _ink(images: Tensor, labels: Tensor) -> Tensor:
-    """Where an image has its ink: each pixel's share of it."""
+    """Return where an image has its ink: each pixel's share of it."""
     return images.flatten(1) / images.flatten(1).sum(1, keepdim=True).clamp_min(1e-6)
 
 
@@ -163,7 +163,7 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType({recipe.name: recipe for recipe
 
 
 def recipe_of(name: str) -> Recipe:
-    """The recipe called `name`; ConfigError with the nearest names otherwise."""
+    """Return the recipe called `name`; ConfigError with the nearest names otherwise."""
     if name in RECIPES:
         return RECIPES[name]
     near = difflib.get_close_matches(name, RECIPES, n=1)

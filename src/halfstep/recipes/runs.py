@@ -124,7 +124,7 @@ def summary(
     trained: Sequence[tuple[TrainSetting, list[SeedRun]]],
     measured: Mapping[TrainSetting, dict[str, Any]],
 ) -> RecipeRows:
-    """The recipe's words, and of each setting the raw runs, their summary and what was measured."""
+    """Return the recipe's words, and of each setting the raw runs, their summary and what was measured."""
     base = next((_finals(runs, recipe) for setting, runs in trained if setting.dtype is None), [])
     rows = [_row(setting, runs, recipe, base, measured.get(setting, {})) for setting, runs in trained]
     return RecipeRows(
@@ -140,12 +140,12 @@ def summary(
 
 
 def _finals(runs: Sequence[SeedRun], recipe: Recipe) -> list[float]:
-    """The test metric of every run that ended."""
+    """Return the test metric of every run that ended."""
     return [run.test[recipe.metric] for run in runs if recipe.metric in run.test]
 
 
 def _spread(finals: Sequence[float]) -> float | None:
-    """The standard deviation over seeds; None for one seed, NaN where a run diverged."""
+    """Return the standard deviation over seeds; None for one seed, NaN where a run diverged."""
     if len(finals) < 2:
         return None
     return statistics.stdev(finals) if all(map(math.isfinite, finals)) else math.nan
@@ -254,7 +254,7 @@ class TimedSetting:
         self.x, self.y = (part.to(device) for part in next(iter(task.train(0))))
 
     def forward(self) -> Tensor:
-        """The loss on the batch."""
+        """Return the loss on the batch."""
         with self.amp.autocast():
             return self.loss(self.model(self.x), self.y)
 
@@ -264,7 +264,7 @@ class TimedSetting:
         self.amp.step()
 
     def resident(self) -> list[Tensor]:
-        """Every tensor that lives between steps."""
+        """Return every tensor that lives between steps."""
         state = [value for values in self.optimizer.state.values() for value in values.values()]
         groups = [tensor for group in self.optimizer.param_groups for tensor in group["params"]]
         tensors = [*self.model.parameters(), *self.model.buffers(), *groups, *state, self.x, self.y]
@@ -341,7 +341,7 @@ def tune_recipe(
     folder: str | None = None,
     seconds: float = SECONDS,
 ) -> Tuning:
-    """What `tune` finds for the recipe's model, optimizer and first batch."""
+    """Tune the recipe's model and optimizer on its first batch."""
     model, optimizer = recipe.build(0)
     model.to(device)
     x, y = (part.to(device) for part in next(iter(recipe.task(folder).train(0))))

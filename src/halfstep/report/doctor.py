@@ -36,7 +36,7 @@ def write_doctor(document: Any, path: str | Path) -> Path:
 
 
 def render_doctor(document: Any) -> str:
-    """The page for a document of the doctor, or for what `halfstep doctor --json` prints."""
+    """Return the page for a document of the doctor, or for what `halfstep doctor --json` prints."""
     if not isinstance(document, Mapping):
         if not hasattr(document, "as_dict"):
             raise ConfigError(f"a report of {type(document).__name__}: expected the doctor's document")
@@ -56,7 +56,7 @@ def render_doctor(document: Any) -> str:
 
 
 def _embedded(document: Mapping[str, Any]) -> str:
-    """The heat map's numbers; `<` is written so that no text in them can close the script element."""
+    """Return the heat map's numbers; `<` is written so that no text in them can close the script element."""
     rows: dict[str, list[Any]] = {kind: [] for kind in _KINDS}
     for series in document.get("series", []):
         if series["samples"]:
@@ -87,7 +87,7 @@ def _embedded(document: Mapping[str, Any]) -> str:
 
 
 def _label(series: Mapping[str, Any]) -> str:
-    """A tensor's name, with the class of the module it comes out of."""
+    """Return a tensor's name, with the class of the module it comes out of."""
     kind = series.get("class", "")
     return f"{series['path']} ({kind})" if kind else series["path"]
 
@@ -97,7 +97,7 @@ def _few(names: Sequence[str], most: int = 6) -> str:
 
 
 def _heat_map(document: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The choices that the script draws by."""
+    """Return the choices that the script draws by."""
     present = {s["kind"] for s in document.get("series", []) if s["samples"]}
     if not present:
         return None
@@ -136,7 +136,7 @@ def _headroom(document: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _marked(document: Mapping[str, Any]) -> list[float]:
-    """The first fault's step, counted from 1, to be drawn in every chart."""
+    """Return the first fault's step, counted from 1, to be drawn in every chart."""
     bad = [b["step"] + 1.0 for b in document["bad"] if not b["harmless"]]
     return bad[:1]
 

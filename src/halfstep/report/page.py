@@ -40,7 +40,7 @@ _Figure = dict[str, str]
 
 
 def render(document: Comparison) -> str:
-    """The page of what `halfstep train` found."""
+    """Return the page of what `halfstep train` found."""
     context = {
         "style": text_of("style.css"),
         "machine": _machine(document.machine),
@@ -56,7 +56,7 @@ def _machine(machine: Mapping[str, Any]) -> str:
 
 
 def _section(recipe: RecipeRows, slow: Mapping[str, str]) -> dict[str, Any]:
-    """What the page shows of one recipe."""
+    """Return what the page shows of one recipe."""
     rows, metric = recipe.rows, recipe.metric
     scales, constant = _scale_figure(rows)
     best = recommended(recipe)
@@ -144,7 +144,7 @@ def _thin(values: Sequence[T]) -> list[tuple[float, T]]:
 
 
 def _scale_figure(rows: Sequence[SettingRow]) -> tuple[list[_Figure], list[str]]:
-    """The chart of scales that moved, and what the others stayed at."""
+    """Return the chart of scales that moved, and what the others stayed at."""
     lines: list[Line] = []
     constant: list[str] = []
     for row in rows:

@@ -34,7 +34,7 @@ class Line:
 
 
 def number(value: float) -> str:
-    """A tick label: as many digits as round numbers need."""
+    """Return a tick label: as many digits as round numbers need."""
     return f"{value:,.6g}"
 
 
@@ -154,7 +154,7 @@ def _frame(
 
 
 def _curve(line: Line, across: Place, up: Place, logarithmic: bool) -> str:
-    """The curve, dots that show their values under the pointer, and a cross at each mark."""
+    """Return the curve, dots that show their values under the pointer, and a cross at each mark."""
     path: list[str] = []
     before: float | None = None
     for x, y in line.points:

@@ -12,12 +12,12 @@ from halfstep.errors import ConfigError
 
 
 def text_of(name: str) -> str:
-    """A file of this package: a style, a script, a template."""
+    """Return a file of this package: a style, a script, a template."""
     return files("halfstep.report").joinpath(name).read_text(encoding="utf-8")
 
 
 def fill(name: str, context: Mapping[str, Any], **filters: Callable[..., Any]) -> str:
-    """The page that a template makes of these values."""
+    """Return the page that a template makes of these values."""
     from jinja2 import Environment, FunctionLoader, StrictUndefined
 
     environment = Environment(loader=FunctionLoader(text_of), autoescape=True, undefined=StrictUndefined)

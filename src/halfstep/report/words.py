@@ -60,7 +60,7 @@ PAYS = 0.98
 
 
 def sentence(row: Row, base: Row | None, slow: Mapping[str, str]) -> str:
-    """What the row's level did, what that bought against O0, and what bounds its step."""
+    """Return what the row's level did, what that bought against O0, and what bounds its step."""
     parts = [f"{LEVELS[row.level].summary}."]
     if row.dtype in slow:
         parts.append(
@@ -142,7 +142,7 @@ def _op(op: OpCost, dtype: str) -> str:
 
 
 def remedy(op: OpCost, dtype: str) -> str:
-    """What would shorten one op, given its times in the dtype and in fp32."""
+    """Return what would shorten one op, given its times in the dtype and in fp32."""
     if op.op == "cast":
         return "casts; O2 or neighbours in one dtype need fewer"
     if op.op == "accumulate gradients":
@@ -210,12 +210,12 @@ def verdict(recipe: RecipeRows) -> str:
 
 
 def code(row: Row) -> str:
-    """The call that trains at this row's setting."""
+    """Return the call that trains at this row's setting."""
     return f'hs.prepare(model, optimizer, level="{row.level}", dtype="{row.dtype}")'
 
 
 def busy(recipe: RecipeRows) -> str:
-    """A warning where the times of interleaved rounds differ too much; empty where they do not."""
+    """Return a warning where the times of interleaved rounds differ too much; empty where they do not."""
     found = [row.noise for row in recipe.rows if row.noise is not None]
     noise = median(found) if found else 0.0  # other work slows every setting of a round
     if noise <= BUSY:

@@ -307,13 +307,13 @@ class GradScaler(torchs.GradScaler):
         return reciprocal(self._scale_on(home_device(grads) if grads else torch.device("cpu")))
 
     def _row(self, optimizer: Any) -> dict[str, Any]:
-        """torch's row of an optimizer; it holds the optimizer until `update`, lest another get its id."""
+        """Return torch's state of an optimizer, which is kept alive until `update` so that its id stays."""
         row = self._per_optimizer_states[id(optimizer)]
         row["optimizer"] = optimizer
         return row
 
     def _plain_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outcome:
-        """Step without scaling: never skips, but says what the gradients were."""
+        """Step without scaling: never skip, but measure the gradients."""
         closure = kwargs.get("closure") is not None or any(callable(a) for a in args)
         stats = None if closure else measure_whole(gradients_of(optimizer), stages=self._norm_group)
         result = optimizer.step(*args, **kwargs)
@@ -337,7 +337,7 @@ class GradScaler(torchs.GradScaler):
     def _look(
         self, grads: list[Tensor], inv_scale: Tensor | None = None
     ) -> GradStats[Tensor, Tensor, Tensor | None]:
-        """Finite flag, norm and, where the loss scale wants it, largest magnitude."""
+        """Return finite flag, norm and, where the loss scale wants it, largest magnitude."""
         wanted = self._rule.needs_amax
         return measure_whole(grads, inv_scale, needs_amax=wanted, stages=self._norm_group)
 
@@ -425,7 +425,7 @@ class GradScaler(torchs.GradScaler):
         return super().__getstate__() | {"_rule": LossScale.from_state(rule.state_dict())}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GradScaler:
-        """A copy with tensors of its own; what it knows of an optimizer goes with the optimizer's copy."""
+        """Return a copy with tensors of its own; its state of an optimizer follows the optimizer's copy."""
         self._count(self._queue.drain())
         twin = object.__new__(type(self))
         memo[id(self)] = twin
@@ -448,7 +448,7 @@ _TORCH_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_
 
 
 def name_in(optimizer: Any, p: Tensor) -> str:
-    """How to speak of one of an optimizer's parameters, which have no names there."""
+    """Describe one of an optimizer's parameters, which have no names there."""
     number = next(number for number, own in enumerate(parameters_of(optimizer)) if own is p)
     return f"parameter {number} of this {type(optimizer).__name__}, of shape {list(p.shape)},"
 
@@ -459,13 +459,13 @@ def found_in(row: dict[str, Any]) -> Tensor:
 
 
 def _numbers(rule: LossScale) -> DynamicLossScale | None:
-    """The part of a loss scale that grows and backs off."""
+    """Return the part of a loss scale that grows and backs off."""
     scale = rule.limit if isinstance(rule, HeadroomLossScale) else rule
     return scale if isinstance(scale, DynamicLossScale) else None
 
 
 def _edited(rule: LossScale, **numbers: Any) -> LossScale:
-    """The same loss scale with other numbers, where it has such."""
+    """Return the same loss scale with other numbers, where it has such."""
     if isinstance(rule, HeadroomLossScale):
         return replace(rule, limit=replace(rule.limit, **numbers))
     return replace(rule, **numbers) if isinstance(rule, DynamicLossScale) else rule

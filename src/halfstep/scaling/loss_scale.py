@@ -309,7 +309,7 @@ class DynamicLossScale(LossScale):
         return super().state_dict() | {"current": self.read()}
 
     def _times(self, scale: Any, factor: float) -> float | Tensor:
-        """A scale times a factor, within the bounds, rounded once to float32 where there is float64."""
+        """Return a scale times a factor, within bounds, rounded once to float32 where there is float64."""
         if isinstance(scale, Tensor):
             wide = scale if scale.device.type == "mps" else scale.double()
             return (wide * factor).clamp(self.min, self.max).float()
@@ -331,14 +331,14 @@ def _is_pair(current: Any) -> TypeIs[Tensor]:
 
 
 def _choose(condition: Any, a: Any, b: Any) -> Any:
-    """One of two numbers; where the condition is a flag on a device, a tensor there, unread."""
+    """Return one of two numbers; where the condition is a flag on a device, a tensor there, unread."""
     if isinstance(condition, Tensor):
         return torch.where(condition.reshape(()).bool(), a, b)
     return a if condition else b
 
 
 def _count_on(count: int | Tensor, flag: bool | Tensor) -> Any:
-    """A count where the flag is: a Python number, or an int32 tensor on its device."""
+    """Return a count where the flag is: a Python number, or an int32 tensor on its device."""
     if not isinstance(flag, Tensor):
         return int(count)
     if isinstance(count, Tensor):

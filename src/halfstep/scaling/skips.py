@@ -1,4 +1,4 @@
-"""Counts steps that were not taken, and ends a run whose scale collapses."""
+"""Count steps that were not taken, and end a run whose scale collapses."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """What a session refuses or warns of: wrong arguments, steps past it, missing, foreign or bad gradients.
 
-Every function looks before anything changes; the words that users read stand here too.
+Every function checks before anything changes; the messages to users are here too.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def indices_of(
     optimizers: Sequence[torch.optim.Optimizer],
     named: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
 ) -> list[int]:
-    """The numbers of the named optimizers, all for None; ConfigError for one that is not of the session."""
+    """Return the numbers of optimizers, all for None; ConfigError for one that is not of the session."""
     if named is None:
         return list(range(len(optimizers)))
     listed = list(named) if isinstance(named, list | tuple) else [named]
@@ -176,7 +176,7 @@ def indices_of(
 
 
 def index_of(optimizers: Sequence[torch.optim.Optimizer], optimizer: Any) -> int:
-    """The number of an optimizer, None being the only one; ConfigError where that is not clear."""
+    """Return the number of an optimizer; None is the only one, ConfigError if there are several."""
     if optimizer is None:
         if not optimizers:
             raise ConfigError(
@@ -202,7 +202,7 @@ def index_of(optimizers: Sequence[torch.optim.Optimizer], optimizer: Any) -> int
 def refuse_direct_steps(session: Any) -> list[RemovableHandle]:
     """Make `optimizer.step()` an error while its gradients carry a session's loss scale; returns the hooks.
 
-    The first such step on gradients that did not come through the session is told, since nothing scales its
+    The first such step on gradients that did not come through the session warns, since nothing scales its
     losses. The session is held weakly, so that an optimizer does not keep it alive.
     """
     weak = weakref.ref(session)
@@ -243,7 +243,7 @@ def check_gradients(stepper: Stepper, after_backward: bool) -> None:
 
 
 def name_of(models: Sequence[nn.Module], weight: Tensor) -> str:
-    """What a weight is called in the models."""
+    """Return a weight's name in the models."""
     names = (name for model in models for name, p in named_parameters(model).items() if p is weight)
     return next(names, f"a parameter of shape {list(weight.shape)}")
 
@@ -255,7 +255,7 @@ def holds_values(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def no_optimizer(precision: Precision, scale: LossScale) -> str:
-    """What a backward of a session without optimizers leaves to its caller; nothing where that is little."""
+    """Say what a session without optimizers leaves to its caller; None where that is nothing."""
     scaled = "" if isinstance(scale, NoLossScale) else f"nothing divides the loss scale {scale.read():g} out"
     low = f"{precision.level.name}'s 16-bit weights have no fp32 masters" if precision.masters else ""
     what = " and ".join(filter(None, (scaled, low)))
@@ -266,7 +266,7 @@ def no_optimizer(precision: Precision, scale: LossScale) -> str:
 
 
 def one_loss(loss: Any, options: Mapping[str, Any]) -> Tensor:
-    """A loss as it is, or the sum in fp32 of several; ConfigError for what backward cannot start from."""
+    """Return one loss, or the sum in fp32 of several; ConfigError for what backward cannot start from."""
     if isinstance(loss, list | tuple):
         wrong = [i for i, one in enumerate(loss) if not isinstance(one, Tensor) or one.numel() != 1]
         if wrong or not loss:
@@ -324,7 +324,7 @@ Report = Callable[[int | None, bool], None]
 
 
 class NonFinite:
-    """One session's choice, and what it has said.
+    """What a session does with nonfinite gradients, and the warnings it has issued.
 
     An overflow under a loss scale that can still go down is that scale's work, NaN too: inf minus inf and
     inf times 0 make it of an overflow. So "raise" is about losses that are not finite themselves, and about
@@ -346,7 +346,7 @@ class NonFinite:
     def look(
         self, optimizer: torch.optim.Optimizer, found: bool | Tensor, losses: Sequence[Loss], skips: bool
     ) -> Report | None:
-        """What to call once gradients are known to be bad; notes which are while they are there."""
+        """Return what to call once gradients are known to be bad; note which are while they exist."""
         values, self._losses = self._losses, []
         if found is False or self._said or self._choice in ("skip", "continue"):
             return None

@@ -125,22 +125,22 @@ class _Reading(LoadPlanner):
 
 @dataclass(frozen=True)
 class Found:
-    """What a rank read of a checkpoint, as `shardfiles.Index` offers it."""
+    """The content of a checkpoint that a rank read, with the interface of `shardfiles.Index`."""
 
     wholes: Mapping[str, tuple[int, ...]]
     values: Mapping[str, Tensor]
     manifest: dict[str, Any]
 
     def read(self, name: str, *box: Sequence[int]) -> Tensor:
-        """The box of a tensor that was chosen."""
+        """Return the box of a tensor that was chosen."""
         return self.values[name]
 
     def fill(self, name: str, offsets: Sequence[int], shape: Sequence[int], target: Tensor) -> None:
-        """The same, written into a tensor."""
+        """Write the box of a tensor into a tensor."""
         target.copy_(self.values[name])
 
     def dtype(self, name: str) -> torch.dtype:
-        """Of a tensor that was read."""
+        """Return the dtype of a tensor that was read."""
         return self.values[name].dtype
 
     def check(self, name: str, *box: Sequence[int]) -> None:
@@ -148,11 +148,11 @@ class Found:
         self.values[name]
 
     def about(self, number: int) -> dict[str, Any]:
-        """What a rank said of itself."""
+        """Return what a rank wrote about itself."""
         return _parsed(self.values[_about(number)])
 
     def private(self, number: int, name: str) -> Tensor:
-        """A tensor that belongs to one rank."""
+        """Return a tensor that belongs to one rank."""
         return self.values[name]
 
 
@@ -199,7 +199,7 @@ def write(
 
 
 def read(path: str, choose: Choice, group: Group | None, storage: Any) -> Found:
-    """The boxes that `choose` names, this rank's own part and the manifest; all ranks of the group call.
+    """Read the boxes that `choose` names, this rank's own part and the manifest; all ranks of the group call.
 
     Raises CheckpointError on every rank where one finds something missing or altered.
     """
@@ -226,7 +226,7 @@ def read(path: str, choose: Choice, group: Group | None, storage: Any) -> Found:
 
 
 def _checked(path: str, planner: _Reading, group: Group | None) -> dict[str, Any]:
-    """The manifest, once all ranks found its checksum right and those of all that they read.
+    """Return the manifest, once all ranks have verified its checksum and those of what they read.
 
     Where ranks read parts of a tensor, the first adds up their sums. Raises CheckpointError on all of them.
     """
@@ -256,7 +256,7 @@ def _checked(path: str, planner: _Reading, group: Group | None) -> dict[str, Any
 
 
 def _sums(everyone: Sequence[Mapping[Part, int]]) -> dict[str, int]:
-    """The checksum of each whole tensor from ranks' parts; a part that several hold counts once."""
+    """Return the checksum of each whole tensor from ranks' parts; a part that several hold counts once."""
     total = Counter[str]()
     for (name, _), number in {part: n for one in everyone for part, n in one.items()}.items():
         total[name] += number
@@ -265,7 +265,7 @@ def _sums(everyone: Sequence[Mapping[Part, int]]) -> dict[str, int]:
 
 @contextmanager
 def _errors_of_dcp(what: str, so: str) -> Generator[None]:
-    """Raise what one of the ranks met as a CheckpointError; be quiet about what a process or store lacks."""
+    """Raise the error of any rank as a CheckpointError; silence warnings of what a process or store lacks."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled|fsync not supported")
@@ -285,7 +285,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def check(storage: Any, kind: type[StorageReader | StorageWriter], keep_last: int | None = None) -> None:
-    """CheckpointError for a `storage=` that is neither the word nor of a kind, or deletes nothing."""
+    """Raise CheckpointError for a `storage=` that is neither the word nor of a kind, or deletes nothing."""
     if storage != WORD and not isinstance(storage, kind):
         raise CheckpointError(
             f"storage={show(storage)}: expected '{WORD}' or a {kind.__name__} of torch.distributed.checkpoint"
@@ -298,7 +298,7 @@ def check(storage: Any, kind: type[StorageReader | StorageWriter], keep_last: in
 
 
 def _begin(path: str, storage: Any, manifest: Mapping[str, Any]) -> str | None:
-    """Put our mark where the checkpoint goes; returns why it cannot go there."""
+    """Write our mark where the checkpoint goes; return why it cannot go there."""
     if storage != WORD:
         return None
     try:
@@ -315,7 +315,7 @@ def _begin(path: str, storage: Any, manifest: Mapping[str, Any]) -> str | None:
 
 
 def _missing(path: str) -> str | None:
-    """Why there is nothing to read."""
+    """Say why there is nothing to read."""
     try:
         files, folder = _opened(path)
         there, plain = (files.exists(f"{folder}/{name}") for name in (_DONE, checkpoint.MANIFEST))
@@ -328,7 +328,7 @@ def _missing(path: str) -> str | None:
 
 
 def _no_file(files: Any, folder: str) -> str | None:
-    """What a folder holds that reading or writing could wait for without end: a pipe, say, or a device."""
+    """Name what a folder holds that reading or writing could wait for without end: a pipe or a device."""
     kinds = ("file", "directory")
     for entry in files.ls(folder, detail=True) if files.isdir(folder) else ():
         if entry["type"] not in kinds and files.info(entry["name"])["type"] not in kinds:  # through links

@@ -26,7 +26,6 @@ from halfstep.optim import storage
 from halfstep.optim.base import OnePassOptimizer
 from halfstep.optim.checkpoints import read as read_state
 from halfstep.optim.loading import warn_of_zero_moments
-from halfstep.optim.masters import holders_of
 from halfstep.optim.saved_masters import SavedMasters
 from halfstep.optim.shards import as_shard
 from halfstep.optim.shards import cut as cut_state
@@ -128,18 +127,7 @@ class _Content(NamedTuple):
 
 def _load(self: Session, manifest: Mapping[str, Any], found: Found, schedulers: Sequence[Any]) -> Loaded:
     """Check everything, then what can be undone, then fill the tensors that are there from the files."""
-    content, error = None, None
-    try:
-        with _damage_named():
-            content = _read(self, manifest, found, schedulers)
-    except HalfstepError as raised:
-        error = raised
-    told = gather(None if error is None else (str(error), getattr(error, "damaged", False)), self.group)
-    if error is not None:
-        raise error
-    for text, damaged in filter(None, told):
-        raise CheckpointError(text, damaged=damaged)
-    assert content is not None
+    content = checkpoint.on_every_rank(partial(_read, self, manifest, found, schedulers), self.group)
     with _undone_on_error(self, schedulers):
         self.load_state_dict(content.rest["session"])
         for optimizer, state in zip(self.optimizers, content.optimizers):
@@ -149,7 +137,7 @@ def _load(self: Session, manifest: Mapping[str, Any], found: Found, schedulers: 
                 group.update(options)
         for scheduler, state in zip(schedulers, content.rest["schedulers"]):
             scheduler.load_state_dict(state)
-    wrong = None
+    error, wrong = None, None
     try:
         for optimizer, state in zip(self.optimizers, content.optimizers):
             _fill(optimizer, state, found)
@@ -257,6 +245,7 @@ def _undone_on_error(session: Session, schedulers: Sequence[Any]) -> Generator[N
         raise CheckpointError(f"the checkpoint does not fit, nothing was changed: {error}") from error
 
 
+@_damage_named()
 def _read(session: Session, manifest: Mapping[str, Any], found: Found, schedulers: Sequence[Any]) -> _Content:
     """Read and check all that a checkpoint holds, but for the weights' values, and change nothing."""
     tensors, used = [*tensors_of(session)], set[str]()
@@ -390,7 +379,7 @@ def _read_optimizer(
     found: Found,
     used: set[str],
 ) -> _State:
-    """What a checkpoint holds for an optimizer; it is matched by names and changes nothing.
+    """Return what a checkpoint holds for an optimizer; it is matched by names and changes nothing.
 
     States of more than one number stay in the files where the optimizer loads as halfstep's or torch's do.
     """
@@ -441,7 +430,7 @@ def _read_optimizer(
     if not own or not waits:
         return _State(whole, late, None)
     try:
-        return _State(whole, late, read_state(optimizer, whole, dry=True)[0])
+        return _State(whole, late, read_state(optimizer, whole, local=True)[0])
     except ConfigError as error:
         raise CheckpointError(f"the checkpoint does not fit, nothing was changed: {error}") from error
 
@@ -452,7 +441,7 @@ def _read_groups(
     saved: Mapping[str, Any],
     read: Callable[[str], Tensor],
 ) -> list[dict[str, Any]]:
-    """The options of each of an optimizer's groups, of the saved group of the same parameters."""
+    """Return the options of each of an optimizer's groups, of the saved group of the same parameters."""
     groups = list[Any]()
     optional = {
         option
@@ -488,7 +477,7 @@ def _laid_out(value: Tensor, like: Tensor) -> Tensor:
 def _match_groups(
     optimizer: torch.optim.Optimizer, names: Sequence[str], saved: Mapping[str, Any]
 ) -> list[int]:
-    """Which saved group each of the optimizer's is, by the names of its parameters.
+    """Return which saved group each of the optimizer's is, by the names of its parameters.
 
     Raises CheckpointError where a group holds other parameters than each of the saved ones.
     """
@@ -524,11 +513,8 @@ def _groups_of(names: Sequence[str], sizes: Sequence[int]) -> list[frozenset[str
 @torch.no_grad()
 def _load_weights(session: Session, found: Found, tensors: list[Named]) -> None:
     names, known, keeper = names_in(tensors), set[int](), OwnMasters(session.optimizers)
-    links = [holder for holder in holders_of(session.optimizers) if not isinstance(holder, OnePassOptimizer)]
-    for holder in links:
-        known |= {id(p) for p in holder.masters()}
     weights = dict.fromkeys(p for optimizer in session.optimizers for p in weights_of(optimizer))
-    weights = [p for p in weights if id(p) in names and (keeper.knows(p) or id(p) in known)]
+    weights = [p for p in weights if id(p) in names and keeper.knows(p)]
     room = torch.empty(max((local_of(p).numel() for p in weights), default=0), device="cpu")  # used again
     for p in weights:
         known.add(id(p))
@@ -536,8 +522,6 @@ def _load_weights(session: Session, found: Found, tensors: list[Named]) -> None:
         value = room[: math.prod(box[1])].view(box[1])
         found.fill(names[id(p)], *box, value)
         keeper.take(p, value)
-        for holder in links:
-            holder.seed_masters({p: value})
     for name, value, p in tensors:
         if id(p) not in known:
             _Saved(name, box_of(value, found.wholes[name]), value).fill(found, local_of(value))

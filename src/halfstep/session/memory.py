@@ -15,10 +15,12 @@ from torch import Tensor, nn
 from halfstep.errors import UnsupportedError
 from halfstep.optim import storage
 from halfstep.optim.base import OnePassOptimizer
+from halfstep.optim.master_link import bounded
 from halfstep.policy.levels import LOW_DTYPES, Level, level_of
 from halfstep.policy.plan import Plan
 from halfstep.session.precision import lower
 from halfstep.session.prepare import apply_precision
+from halfstep.session.steppers import goes_by_groups
 from halfstep.trees import parameters_of
 
 
@@ -69,12 +71,17 @@ def footprint(
     states = _make_states(others) if precision.masters else 0
     if not (precision.masters and others and ranks > 1):  # else fp32 shards are the weights
         apply_precision(precision, models, own, [], {})
-    low = [p for p in theirs if precision.masters and p.dtype in LOW_DTYPES]
+    low = {p for p in theirs if precision.masters and p.dtype in LOW_DTYPES}
     late = states or _make_states(others)
     entries = [(k in storage.MASTER_KEYS, t) for o in own for e in o.state.values() for k, t in e.items()]
     masters = 4 * sum(p.numel() for p in low) + _bytes(t for is_master, t in entries if is_master)
     early = _bytes(t for is_master, t in entries if not is_master)
-    gradients = sum(p.numel() * (4 if precision.masters else p.element_size()) for p in theirs)
+    gradients = sum(p.numel() * p.element_size() for p in theirs)
+    for o in others:  # which reads fp32 copies: all of them, or a part at a time
+        mine = [p for p in parameters_of(o) if p in low]
+        whole = 2 * sum(p.numel() for p in mine)
+        part = 4 * max((sum(p.numel() for p in some) for some in bounded(mine)), default=0)
+        gradients += part if goes_by_groups(o) else max(whole, part)
     for o in own:  # released ones are there one at a time
         sizes = [p.numel() * (p.grad_dtype or p.dtype).itemsize for p in parameters_of(o) if p.requires_grad]
         gradients += max(sizes, default=0) if o.release else sum(sizes)

@@ -56,7 +56,7 @@ class Preparation:
         return holders_of(self.optimizers) if self.precision.masters else []
 
     def exact(self) -> dict[Tensor, Tensor]:
-        """The fp32 value of every weight that has a master."""
+        """Return the fp32 value of every weight that has a master."""
         return {w: value for holder in self.holders for w, value in holder.masters().items()}
 
     def remove_hooks(self) -> None:
@@ -68,12 +68,9 @@ class Preparation:
     def revert(self) -> None:
         """Give fp32 weights back, exact where there are masters, and optimizers as they were."""
         low = self.precision.stores_low
-        links = [one for one in holders_of(self.optimizers) if isinstance(one, Link)] if low else []
-        exact = [(link, link.masters()) for link in links]
+        keeper = OwnMasters(self.optimizers if low else ())
         for conversion in self.conversions:
-            conversion.revert(OwnMasters(self.optimizers if low else ()))
-        for link, values in exact:
-            link.seed_masters(values)
+            conversion.revert(keeper)
         for masters in self.masters.values():
             masters.revert()
         if self.conversions:
@@ -84,10 +81,17 @@ class Preparation:
 
 
 class OwnMasters:
-    """What the optimizers of `halfstep.optim` know of their weights, given and taken one by one."""
+    """What the optimizers of `halfstep.optim` know of their weights, given and taken one by one.
+
+    Those of others with `MasterWeights` give theirs, whose memory the weights take over.
+    """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._places: dict[Tensor, list[tuple[OnePassOptimizer, Any, Any]]] = {}
+        links = [one for one in holders_of(optimizers) if isinstance(one, Link)]
+        for link in links:
+            link.sync()
+        self._links = {w: link for link in links for w in link.pairs}
         for optimizer in (o for o in optimizers if isinstance(o, OnePassOptimizer)):
             for p, group, place in optimizer._places():
                 self._places.setdefault(p, []).append((optimizer, group, place))
@@ -96,14 +100,18 @@ class OwnMasters:
         """Set the masters of a weight; whether one of them gives it back as it was."""
         places = self._places.get(parameter, ())
         given = [one._seed(parameter, group, place, value) for one, group, place in places]
+        if (link := self._links.get(parameter)) is not None:
+            link.seed_masters({parameter: value})
         return any(given)
 
     def knows(self, parameter: Tensor) -> bool:
         """Whether one of the optimizers updates it."""
-        return parameter in self._places
+        return parameter in self._places or parameter in self._links
 
     def exact(self, parameter: Tensor) -> Tensor | None:
-        """The fp32 value of a weight, in a new tensor; None where no master is kept."""
+        """Return the fp32 value of a weight, in memory that it may have; None where no master is kept."""
+        if (link := self._links.get(parameter)) is not None:
+            return link.pairs[parameter].detach()
         found = (one._kept(parameter, group) for one, group, _ in self._places.get(parameter, ()))
         return next((value for value in found if value is not None), None)
 

@@ -224,7 +224,7 @@ def refuse_measuring(step: Any, batch: Any, seconds: Any) -> None:
 
 
 def arguments_of(choice: LevelChoice, options: dict[str, Any], plan: Plan | None) -> dict[str, Any]:
-    """The arguments of `prepare` for a choice; what belongs to 16 bits alone is left out in fp32."""
+    """Return the arguments of `prepare` for a choice; what belongs to 16 bits alone is left out in fp32."""
     given = dict(options)
     if choice.dtype is None:
         given = {key: value for key, value in options.items() if key not in ("policy", "loss_scale")}

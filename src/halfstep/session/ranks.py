@@ -49,7 +49,7 @@ class RankGuard:
 
     @property
     def group(self) -> Any:
-        """The ranks that take or skip steps and save together; None is all of them.
+        """Return the ranks that take or skip steps and save together; None is all of them.
 
         Those given to `prepare`, else those over which the model is wrapped, which are put together at the
         first call: every one of them must make it.
@@ -60,7 +60,7 @@ class RankGuard:
         return self._group[0]
 
     def _groups(self) -> list[Any]:
-        """The process groups over which the session's models are wrapped, or the one that was given."""
+        """Return the process groups over which the models are wrapped, or the one that was given."""
         if self._given is not None:
             return [self._given]
         found = [] if self._stages is None else [self._stages]
@@ -75,16 +75,16 @@ class RankGuard:
         return list({id(group): group for group in found}.values())
 
     def _around(self) -> list[Any]:
-        """Every DDP around the models."""
+        """Return every DDP around the models."""
         return [ddp for ref in self._wrappers if (ddp := ref()) is not None]
 
     def trains_in(self, module: nn.Module) -> bool:
-        """Whether weights of the session's models are the module's."""
+        """Whether the module holds weights of the session's models."""
         theirs = set(module.parameters())
         return any(p in theirs for model in self._setup.models for p in model.parameters())
 
     def wrapped(self, ddp: Any, sends: bool) -> None:
-        """A DDP is being made around the models.
+        """Record a DDP that is made around the models.
 
         Where it `sends` (a collective), its ranks get the kernels of their first one.
         """
@@ -122,7 +122,7 @@ class RankGuard:
             )
 
     def fit_gradients(self, weights: Iterable[Tensor]) -> None:
-        """Before a backward pass that adds to the gradients of 16-bit weights: make these fp32.
+        """Make gradients of 16-bit weights fp32 before a backward pass that adds to them.
 
         Their sum over micro-batches is then rounded once, when the step begins (law 18), at the price of 2
         bytes an element until then. Gradients that DDP is about to send get the weights' dtype: its buffers
@@ -143,7 +143,7 @@ class RankGuard:
                 p.grad = grad.float()
 
     def check_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """`check`, and that all ranks of `fully_shard` have gradients of the same parameters.
+        """Do `check`, and that all ranks of `fully_shard` have gradients of the same parameters.
 
         Raises:
             ConfigError: on every rank of a mesh whose ranks have gradients of different parameters.
@@ -187,7 +187,7 @@ class RankGuard:
 
 
 def joint_group(groups: Sequence[Any]) -> Any:
-    """One process group of all ranks that these join (a grid's rows and columns say); None where it is all.
+    """Return the process group of all ranks that these join (rows and columns of a grid); None if it is all.
 
     A collective of these ranks where there are several groups.
     """
@@ -203,7 +203,7 @@ def joint_group(groups: Sequence[Any]) -> Any:
 
 
 def kernels_of_first_rank(table: KernelTable, compute: torch.dtype, group: Any) -> KernelTable:
-    """The kernels of a group's first rank, on all: measured in whole, so that nothing is open later.
+    """Return the kernels of a group's first rank, on all ranks, with every class measured.
 
     The others wait, so it measures for `MEASURING` seconds at most; what it has not met by then is native.
     """

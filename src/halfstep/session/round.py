@@ -1,4 +1,4 @@
-"""What a session remembers between calls, as one frozen value, and what a call makes of it and of gradients.
+"""The state of a session between calls, as one frozen value, and what a call does to it and to gradients.
 
 A round lasts from the first backward to the last step: the losses of which an optimizer holds gradients that
 it has not stepped on, and the scale that each optimizer's gradients carry.
@@ -11,7 +11,7 @@ optimizer.step()  as before; refused where gradients carry a scale
 load_state_dict, revert   nothing is known of them
 
 Where gradients of a second loss with a scale of its own would be added, those that are there are unscaled,
-set aside and added again afterwards, so that each loss is looked at alone.
+stashed and added again afterwards, so that each loss is checked alone.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Loss(NamedTuple):
 
 
 class StepState(NamedTuple):
-    """All that a session remembers from one call to the next; each call replaces it."""
+    """The state of a session from one call to the next; each call replaces it."""
 
     loss_scales: tuple[LossScale, ...]
     """The scale of every loss, by its number."""
@@ -85,15 +85,15 @@ class StepState(NamedTuple):
         return any(scale.needs_amax for scale in self.loss_scales)
 
     def said(self, text: str) -> StepState:
-        """The state in which this is not said again."""
+        """Return the state in which this warning is not issued again."""
         return self._replace(told=self.told | {text})
 
     def carrying(self, index: int, scale: LossScale | None) -> StepState:
-        """The state in which optimizer `index` has gradients that carry `scale`."""
+        """Return the state in which optimizer `index` has gradients that carry `scale`."""
         return self._replace(carried=(*self.carried[:index], scale, *self.carried[index + 1 :]))
 
     def backward(self, indices: Collection[int], number: int) -> StepState:
-        """The state after a backward of loss `number` over these optimizers."""
+        """Return the state after a backward of loss `number` over these optimizers."""
         scale, those = self.loss_scales[number], frozenset(indices)
         loss, rest = Loss(number, scale, those, those), list[Loss]()
         for one in self.losses:
@@ -111,7 +111,7 @@ class StepState(NamedTuple):
     def stepped(
         self, index: int, losses: Sequence[Loss], left: LossScale | None, measured: AnyStats
     ) -> StepState:
-        """The state after a step on these losses; gradients of `index` that stay carry `left`."""
+        """Return the state after a step on these losses; gradients of `index` that stay carry `left`."""
         scales = [*self.loss_scales]
         for loss in losses:
             if not loss.settled:
@@ -123,7 +123,7 @@ class StepState(NamedTuple):
         return state.without(index, left)
 
     def without(self, index: int, left: LossScale | None = None) -> StepState:
-        """The state in which optimizer `index` has no gradients of ours, but such as carry `left`, if any."""
+        """Return the state in which optimizer `index` has no gradients, or only such as carry `left`."""
         losses = [
             loss._replace(waiting=loss.waiting - {index}, unseen=loss.unseen - {index})
             for loss in self.losses
@@ -133,12 +133,12 @@ class StepState(NamedTuple):
         return self._replace(losses=(*losses,), mixed=self.mixed - {index}, carried=carried)
 
     def emptied(self) -> StepState:
-        """The state in which no optimizer has gradients of ours."""
+        """Return the state in which no optimizer has gradients of ours."""
         none = (None,) * len(self.carried)
         return self._replace(carried=none, losses=(), mixed=frozenset(), scales_used=())
 
     def saved(self) -> dict[str, Any]:
-        """As plain values; gradients are not part of it."""
+        """Return the state as plain values, without gradients."""
         first, *more = (scale.state_dict() for scale in self.loss_scales)
         return {
             "loss_scale": first,
@@ -149,7 +149,7 @@ class StepState(NamedTuple):
         }
 
     def restored(self, state: Mapping[str, Any]) -> StepState:
-        """The state that `saved` gave, without gradients; CheckpointError where it cannot be read."""
+        """Return the state that `saved` gave, without gradients; CheckpointError where it cannot be read."""
         try:
             saved = (state["loss_scale"], *state.get("more_loss_scales", ()))
             scales = tuple(map(LossScale.from_state, saved))
@@ -169,12 +169,12 @@ class StepState(NamedTuple):
 
 
 def sizes_of(optimizer: torch.optim.Optimizer) -> Sizes:
-    """How many parameters each of its groups has."""
+    """Return how many parameters each of its groups has."""
     return tuple(len(group["params"]) for group in optimizer.param_groups)
 
 
 def added_weights(optimizer: torch.optim.Optimizer, before: Sizes) -> list[Tensor]:
-    """The weights behind the first `before` parameters of each group."""
+    """Return the weights after the first `before` parameters of each group."""
     known = (*before, *(0 for _ in optimizer.param_groups))
     return [weight_of(p) for n, group in zip(known, optimizer.param_groups) for p in group["params"][n:]]
 
@@ -182,7 +182,7 @@ def added_weights(optimizer: torch.optim.Optimizer, before: Sizes) -> list[Tenso
 def with_added(
     state: StepState, optimizer: torch.optim.Optimizer, index: int, name: Callable[[Tensor], str]
 ) -> StepState:
-    """Bring the gradients of weights that optimizer `index` was given since to what its others carry.
+    """Unscale the gradients of weights that optimizer `index` was given since, as its others are.
 
     Backward gives gradients to weights that are in no optimizer as well; they add up there, and carry the
     scale of every backward so far, where that was one. ScalerStateError where it was not; gradients that hold
@@ -224,7 +224,7 @@ def rescale(gradients: Sequence[Tensor], old: LossScale, new: LossScale) -> None
 
 
 def opened(state: StepState, steppers: Sequence[Stepper], indices: Collection[int], number: int) -> StepState:
-    """Before a backward of loss `number`: gradients that are there are brought to its scale."""
+    """Rescale existing gradients to the scale of loss `number`, before its backward."""
     new = state.loss_scales[number]
     for index in indices:
         old = state.carried[index]
@@ -235,7 +235,7 @@ def opened(state: StepState, steppers: Sequence[Stepper], indices: Collection[in
 
 
 def mixing(state: StepState, indices: Collection[int], number: int) -> list[int]:
-    """Which of these optimizers hold gradients of another loss, to which this one's would be added."""
+    """Return which of these optimizers hold gradients of another loss, to which this one's would be added."""
     if len(state.loss_scales) == 1:
         return []
     others = [loss.waiting - (loss.unseen if loss.number == number else set()) for loss in state.losses]
@@ -244,7 +244,7 @@ def mixing(state: StepState, indices: Collection[int], number: int) -> list[int]
 
 @contextmanager
 def set_aside(weights: Collection[Tensor], add: bool) -> Generator[None]:
-    """Within, these weights have no gradients; afterwards what they had, plus the new ones with `add`."""
+    """Stash the gradients of these weights for the block; put them back, plus the new ones with `add`."""
     before = [(w, w.grad) for w in weights]
     for w in weights:
         w.grad = None
@@ -261,7 +261,7 @@ def set_aside(weights: Collection[Tensor], add: bool) -> Generator[None]:
 
 
 def losses_to_step(state: StepState, stepper: Stepper, index: int) -> list[Loss]:
-    """The losses of an optimizer's gradients; ScalerStateError where there are none, or none of ours."""
+    """Return the losses of its gradients; ScalerStateError where there are none, or none of ours."""
     losses = [loss for loss in state.losses if index in loss.waiting]
     check_gradients(stepper, bool(losses))
     if losses:
@@ -274,7 +274,7 @@ def losses_to_step(state: StepState, stepper: Stepper, index: int) -> list[Loss]
 
 
 def unscaled(state: StepState, stepper: Stepper, index: int, device: torch.device) -> StepState:
-    """Divide out the scale that an optimizer's gradients carry, in fp32; nothing where it was done."""
+    """Divide out the scale that an optimizer's gradients carry, in fp32, unless that was done."""
     scale = state.carried[index]
     if scale is None or not any(index in loss.unseen for loss in state.losses):
         return state
@@ -328,13 +328,11 @@ def settle(
     over_ranks: Callable[[Tensor], Tensor] | None,
     largest: Callable[[float | Tensor], float | Tensor],
 ) -> tuple[list[Loss], Flag]:
-    """Each loss of a step with all that its gradients held, and whether the step is to be skipped.
+    """Return each loss of a step with the findings of its gradients, and whether to skip the step.
 
-    `device_of` is asked where flags of several optimizers or ranks meet.
-
-    A loss found inf where any optimizer that it trains did, on any rank where there is `over_ranks` (law 3);
-    `largest` is then that of all ranks' values.
-    What none of several losses brought counts with all of them.
+    A loss found inf if any optimizer that it trains did, on any rank where there is `over_ranks` (law 3);
+    `largest` is then that of all ranks' values. `device_of`: where flags of several optimizers or ranks meet.
+    Gradients that belong to none of several losses count with all of them.
     """
     before = reduce(either, (loss.found for loss in losses))
     new = found_inf_of(measured)
@@ -360,7 +358,7 @@ def settle(
 
 
 def carried_value(losses: Sequence[Loss]) -> float | Tensor:
-    """The scale that a step's gradients carried; of several losses the lowest, read only on the host."""
+    """Return the scale that a step's gradients carried; of several losses the lowest, if on the host."""
     values = [loss.scale.value for loss in losses]
     if len(values) == 1:
         return values[0]
@@ -371,17 +369,17 @@ def carried_value(losses: Sequence[Loss]) -> float | Tensor:
 
 
 def inverse(flag: Flag) -> Flag:
-    """Not, of a bool or a tensor."""
+    """Return `not`, of a bool or a tensor."""
     return ~flag if isinstance(flag, Tensor) else not flag
 
 
 def finite_of(found: Flag, measured: AnyStats) -> Flag:
-    """Whether all was finite, without an op where `found` is what was measured."""
+    """Return whether all was finite, without an op where `found` is what was measured."""
     return measured.finite if found is found_inf_of(measured) else inverse(found)
 
 
 def either(a: Flag, b: Flag) -> Flag:
-    """An OR, without an op for what is False on the host."""
+    """Return an OR, without an op for what is False on the host."""
     return b if a is False else a if b is False else a | b
 
 

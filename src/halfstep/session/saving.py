@@ -22,7 +22,7 @@ from torch import Tensor
 
 from halfstep import checkpoint, rng, shardfiles
 from halfstep.devices import refuse_reading
-from halfstep.distributed import gather, local_of, rank, world_size
+from halfstep.distributed import local_of, rank, world_size
 from halfstep.distributed.reduce import Group
 from halfstep.errors import CheckpointError, UnsupportedError
 from halfstep.names import fqns
@@ -44,7 +44,7 @@ Named = tuple[str, Tensor, Tensor | None]  # its name in the file, a tensor, and
 
 
 def _masters(session: Session) -> dict[int, Tensor | Callable[[Any], Tensor]]:
-    """The fp32 value of every weight that an optimizer keeps one of, by the weight's id.
+    """Return the fp32 value of every weight that an optimizer keeps one of, by the weight's id.
 
     Of an optimizer of `halfstep.optim` it is what gives those of some rows of this rank's part.
     """
@@ -56,7 +56,7 @@ def _masters(session: Session) -> dict[int, Tensor | Callable[[Any], Tensor]]:
 
 
 def tensors_of(session: Session) -> Iterator[Named]:
-    """Every weight and buffer, by name in the file; and the parameter that it is."""
+    """Yield every weight and buffer, by name in the file; and the parameter that it is."""
     for index, model in enumerate(session.models):
         prefix = f"{index}." if len(session.models) > 1 else ""
         by_key = dict(model.named_parameters(remove_duplicate=False))
@@ -68,7 +68,7 @@ def tensors_of(session: Session) -> Iterator[Named]:
 
 
 def names_in(tensors: list[Named]) -> dict[int, str]:
-    """The name in the file of every parameter of the models, by id; of a tied one the first."""
+    """Return the name in the file of every parameter of the models, by id; of a tied one the first."""
     return {id(p): name for name, _, p in reversed(tensors) if p is not None}
 
 
@@ -101,7 +101,7 @@ def _split(t: Tensor, number: int, group: Group | None) -> Piece | None:
 
 
 def _owner(number: int, ranks: int) -> int:
-    """Which rank writes a tensor that all hold: about the root of all do, whose files a load opens."""
+    """Return which rank writes a tensor that all hold: about sqrt(ranks) of them share these."""
     writers = math.isqrt(ranks - 1) + 1
     return number % writers * (ranks // writers)
 
@@ -158,7 +158,8 @@ def save(
     """
     checkpoint.check_keep(Path(path), keep_last)
     write = _writer_of(path, storage, keep_last)
-    contents = _on_every_rank(lambda: _contents(self, schedulers, position, extra), self.group)
+    make = partial(_contents, self, schedulers, position, extra)
+    contents = checkpoint.on_every_rank(make, self.group, "rank {rank} cannot save: {text}")
     if background:
         self.writer = self.writer or checkpoint.Background()
         self.writer.start(write, contents, self.group)
@@ -167,25 +168,8 @@ def save(
     return Path(path) if storage is None else path
 
 
-def _on_every_rank(make: Callable[[], checkpoint.Contents], group: Group | None) -> checkpoint.Contents:
-    """What `make` gives; where it raises on a rank the others raise a CheckpointError that names it."""
-    made, raised = None, None
-    try:
-        made = make()
-    except Exception as error:
-        raised = error
-    told = gather(None if raised is None else str(raised), group)
-    if raised is not None:
-        raise raised
-    for number, text in enumerate(told):
-        if text is not None:
-            raise CheckpointError(f"rank {number} cannot save: {text}")
-    assert made is not None
-    return made
-
-
 def _contents(session: Session, schedulers: Sequence[Any], position: Any, extra: Any) -> checkpoint.Contents:
-    """All that this rank writes; CheckpointError for what cannot be saved, or not now."""
+    """Return all that this rank writes; CheckpointError for what cannot be saved, or not yet."""
     make_ready(session)
     _check_gradients(session)
     _check_spread(session)

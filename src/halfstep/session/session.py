@@ -586,7 +586,7 @@ class Session(Setup):
         self._queue.forget()  # outcomes still on their way are of the state that ends here
 
     def _restored(self, state: Mapping[str, Any]) -> tuple[StepState, kernel_choice.KernelTable]:
-        """What `load_state_dict` puts into the session; raises what it raises, and changes nothing."""
+        """Read a state for `load_state_dict`; raise its errors and change nothing."""
         check_state(state, self.level, self.policy)
         remembered = self.state.restored(state)
         kernels = (
@@ -616,7 +616,7 @@ class Session(Setup):
 
 
 def _when_read(session: Session, report: Report | None = None) -> Callable[[StepRecord], None]:
-    """What an outcome does once it is read; it keeps no session alive, whose history holds it."""
+    """Return what to call once an outcome is read; it does not keep the session alive."""
     weak = weakref.ref(session)
 
     def arrived(record: StepRecord) -> None:

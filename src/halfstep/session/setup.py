@@ -23,6 +23,7 @@ from halfstep.distributed import local_of
 from halfstep.errors import ConfigError, show, warn
 from halfstep.names import unwrap
 from halfstep.optim.loading import HasMasters, LoadedMasters
+from halfstep.optim.master_link import bounded
 from halfstep.optim.masters import MasterWeights, holder_of
 from halfstep.optim.replicas import follow_wraps, send_masters
 from halfstep.optim.saved_masters import SavedMasters
@@ -96,7 +97,7 @@ class Setup:
         return self.precision.level
 
     def autocast(self, enabled: bool = True) -> autocast:
-        """The region to run forward and loss in: ops run under the session's policy."""
+        """Return the region to run forward and loss in: ops run under the session's policy."""
         for listener in opened:
             listener(self)
         if not isinstance(enabled, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -139,9 +140,10 @@ class Setup:
                 stack.enter_context(self.autocast())
             made = ((getattr(p, "_stands_for", None), p) for m in self.models for p in m.parameters())
             copies: dict[Tensor, Tensor] = {weight: copy for weight, copy in made if weight is not None}
-            for holder in holders:
-                for weight, value in holder.masters(copies.keys()).items():
-                    copies[weight].data.copy_(value)
+            for some in bounded(copies):  # joined masters are never all there
+                for holder in holders:
+                    for weight, value in holder.masters({*some}).items():
+                        copies[weight].data.copy_(value)
             for model in self.models:
                 model.eval()
             self.evaluates = self.precision.masters
@@ -151,10 +153,11 @@ class Setup:
                 self.evaluates = False
                 for module, training in modes:
                     module.training = training
-        for holder in holders:
-            values = holder.masters(copies.keys())
-            same = all_equal([(local_of(copies[w]), local_of(v)) for w, v in values.items()])
-            holder.seed_masters({w: copies[w].detach() for w, kept in zip(values, same) if not kept})
+        for some in bounded(copies):
+            for holder in holders:
+                values = holder.masters({*some})
+                same = all_equal([(local_of(copies[w]), local_of(v)) for w, v in values.items()])
+                holder.seed_masters({w: copies[w].detach() for w, kept in zip(values, same) if not kept})
 
     def revert(self) -> None:
         """Undo `prepare`: fp32 weights (exact where there are masters), optimizers as they were, no hooks."""

@@ -26,20 +26,25 @@ from halfstep.gradients.stats import (
 )
 from halfstep.gradients.unscale import unscale_
 from halfstep.optim.loading import HasMasters
-from halfstep.optim.masters import Master, MasterWeights
+from halfstep.optim.masters import Master, MasterWeights, weight_of
 from halfstep.policy.levels import LOW_DTYPES
 from halfstep.scaling.grad_scaler import attributes_kept
-from halfstep.torch_private import foreach_mul_, takes_scale_and_flag
+from halfstep.torch_private import foreach_mul_, step_hooks, takes_scale_and_flag
 from halfstep.trees import gradients_of, home_device, move_to, needs_closure, parameters_of, scalar_on
 
 
 def weights_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """The model's weights that an optimizer updates, in order; not the masters in its groups."""
-    return [p._source if type(p) is Master else p for p in parameters_of(optimizer)]
+    """Return the model's weights that an optimizer updates, in order; not the masters in its groups."""
+    return [weight_of(p) for p in parameters_of(optimizer)]
+
+
+def goes_by_groups(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step is torch's own, which takes one group after the other, each parameter by itself."""
+    return type(optimizer).step.__module__.startswith("torch.optim.")
 
 
 class Update(NamedTuple):
-    """What an update left."""
+    """The result of an update."""
 
     unscaled: bool
     """Whether the gradients lie unscaled."""
@@ -64,7 +69,7 @@ class Stepper:
         return any(p.grad is not None for group in self.optimizer.param_groups for p in group["params"])
 
     def gradients(self) -> list[Tensor]:
-        """The gradients as backward left them; those of masters widened to fp32."""
+        """Return the gradients as backward left them; those of masters widened to fp32."""
         return gradients_of(self.optimizer)
 
     def round_sums(self) -> None:
@@ -84,7 +89,7 @@ class Stepper:
                 w.grad = total.to(w.dtype)
 
     def measure(self, inv_scale: Tensor | None, needs_amax: bool) -> AnyStats:
-        """Finite flag, norm and largest magnitude of the gradients times `inv_scale`; changes nothing."""
+        """Return finite flag, norm and largest magnitude of gradients times `inv_scale`; change nothing."""
         raise NotImplementedError
 
     def update(
@@ -105,7 +110,7 @@ class Stepper:
     def look_and_update(
         self, inv_scale: Tensor | None, needs_amax: bool, clip_norm: float | None
     ) -> tuple[AnyStats, Update]:
-        """`measure` and `update` in one, for a step that is taken whatever is found."""
+        """Do `measure` and `update` in one, for a step that is taken whatever the gradients are."""
         measured = self.measure(inv_scale, needs_amax)
         return measured, self.update(inv_scale, measured, clip_norm, False)
 
@@ -114,7 +119,7 @@ class Stepper:
         return unscale_(self.gradients(), inv_scale)
 
     def clear(self) -> None:
-        """Drop the gradients: what torch's own zero_grad does 15 us slower."""
+        """Drop the gradients, 15 us faster than torch's own zero_grad."""
         if type(self.optimizer).zero_grad is not torch.optim.Optimizer.zero_grad:
             self.optimizer.zero_grad(set_to_none=True)
             return
@@ -123,7 +128,7 @@ class Stepper:
                 p.grad = None
 
     def _of_all_stages(self, inv_scale: Tensor | None) -> AnyStats:
-        """What the gradients of all ranks of `norm_group` are, each of which holds other parameters."""
+        """Return the stats over all ranks of `norm_group`, each of which holds other parameters."""
         params = parameters_of(self.optimizer)
         sets = dict.fromkeys(groups_of_shards(params))
         stats = measure_shards([p.grad for p in params], inv_scale, sets, stages=self.norm_group)
@@ -158,7 +163,7 @@ class OnePassStepper(Stepper):
         return nullcontext()
 
     def measure(self, inv_scale: Tensor | None, needs_amax: bool) -> AnyStats:
-        """One pass of the optimizer's own kernels over the gradients."""
+        """Measure by one pass of the optimizer's kernels over the gradients."""
         if self.norm_group is not None:
             return self._of_all_stages(inv_scale)
         known = self.optimizer.measure_on_host(inv_scale)
@@ -174,7 +179,7 @@ class OnePassStepper(Stepper):
         found_inf: bool | Tensor,
         clears: bool = True,
     ) -> Update:
-        """One pass of the optimizer's own kernels over weights, gradients and states."""
+        """Update by one pass of the optimizer's kernels over weights, gradients and states."""
         if self.releases:
             self.optimizer.release.clip_norm = clip_norm
         clip = None if clip_norm is None else Clip(measured.norm, clip_norm)
@@ -182,7 +187,7 @@ class OnePassStepper(Stepper):
         return Update(False, found_inf)
 
     def clear(self) -> None:
-        """Drop the gradients, and what was seen of those that were released."""
+        """Drop the gradients, and the stats of those that were released."""
         super().clear()
         if self.releases:
             self.optimizer.release.forget()
@@ -190,7 +195,7 @@ class OnePassStepper(Stepper):
     def look_and_update(
         self, inv_scale: Tensor | None, needs_amax: bool, clip_norm: float | None
     ) -> tuple[AnyStats, Update]:
-        """One pass over gradients, weights and states, where the optimizer has one; clipped, one look."""
+        """Measure and update in one pass over gradients, weights and states, where nothing clips."""
         if self.norm_group is not None or self.releases:
             return super().look_and_update(inv_scale, needs_amax, clip_norm)
         found: list[AnyStats] = []
@@ -240,11 +245,12 @@ class TorchStepper(Stepper):
                 f"{type(self.optimizer).__name__} needs a closure, to compute the loss several times a step, "
                 "which a session's step does not run: use bf16 at O1 and call its own step(closure)"
             )
-        if self._masters is not None:
+        if self._masters is not None and not self._can_part(self._masters):
             self._masters.link.widen()
         if self.norm_group is not None:
             return self._of_all_stages(inv_scale)
-        return on_host_if_cpu(measure_whole(self.gradients(), inv_scale, needs_amax=needs_amax))
+        grads = [w.grad for w in weights_of(self.optimizer) if w.grad is not None]
+        return on_host_if_cpu(measure_whole(grads, inv_scale, needs_amax=needs_amax))
 
     def update(
         self,
@@ -255,6 +261,8 @@ class TorchStepper(Stepper):
         clears: bool = True,
     ) -> Update:
         """Unscale and clip in place, then the optimizer's own step; both within it where it takes a flag."""
+        if clears and self._masters is not None and self._can_part(self._masters):
+            return self._update_in_parts(self._masters, inv_scale, measured.norm, clip_norm, found_inf)
         if isinstance(found_inf, Tensor) and self._skips_on_device():
             if not clears and inv_scale is not None:  # those that stay carry no scale, skipped or not
                 unscale_(self.gradients(), inv_scale)
@@ -265,9 +273,57 @@ class TorchStepper(Stepper):
             return Update(False, True)
         if inv_scale is not None:
             unscale_(self.gradients(), inv_scale)
-        norm = None if clip_norm is None else self._clip(measured.norm, clip_norm)
+        norm = None if clip_norm is None else self._clip(measured.norm, clip_norm, self.gradients())
         self.optimizer.step()
         return Update(True, False, norm)
+
+    def _can_part(self, masters: MasterWeights) -> bool:
+        """Whether fp32 copies of the gradients need not all be there at once, and would be many.
+
+        So it is where the step is torch's own and all gradients are dense and of whole parameters.
+        """
+        o = self.optimizer
+        hooks = (hook for held in step_hooks(o) for hook in held.values())
+        plain = all(
+            (g := w.grad) is None or (local_of(g) is g and not g.is_sparse and g.dtype.itemsize <= 4)
+            for w in weights_of(o)
+        )
+        return (
+            plain
+            and self.norm_group is None
+            and masters.link.is_large()
+            and goes_by_groups(o)
+            and all(hook.__module__.startswith("halfstep.") for hook in hooks)
+        )
+
+    def _update_in_parts(
+        self,
+        masters: MasterWeights,
+        inv_scale: Tensor | None,
+        norm: float | Tensor,
+        clip_norm: float | None,
+        found_inf: bool | Tensor,
+    ) -> Update:
+        """Do `update` with gradients widened, unscaled and clipped a bounded number at a time."""
+
+        def change(grads: list[Tensor]) -> None:
+            if inv_scale is not None:
+                unscale_(grads, inv_scale)
+            if clip_norm is not None:
+                self._clip(norm, clip_norm, grads)
+
+        if isinstance(found_inf, Tensor) and self._skips_on_device():
+            with masters.link.in_parts(lambda grads: None):
+                self._flagged_step(inv_scale, norm, clip_norm, found_inf)
+            return Update(True, found_inf)
+        if found_inf:
+            return Update(False, True)
+        wide = [p.grad for p in parameters_of(self.optimizer) if type(p) is not Master and p.grad is not None]
+        if wide:
+            change(wide)
+        with masters.link.in_parts(change):
+            self.optimizer.step()
+        return Update(True, False)
 
     def _skips_on_device(self) -> bool:
         """Whether a flag on the device can skip the step: torch's fused optimizers, of whole parameters.
@@ -281,14 +337,15 @@ class TorchStepper(Stepper):
             for p in group["params"]:
                 # The first step of torch's fused SGD leaves momentum unwritten where it is skipped.
                 begins = group.get("momentum") and state.get(p, {}).get("momentum_buffer") is None
-                if p.grad is not None and (begins or p.grad.is_cpu or local_of(p.grad) is not p.grad):
+                grad = weight_of(p).grad
+                if grad is not None and (begins or grad.is_cpu or local_of(grad) is not grad):
                     return False
         return all(group.get("fused") for group in self.optimizer.param_groups)
 
     def _flagged_step(
         self, inv_scale: Tensor | None, norm: float | Tensor, clip_norm: float | None, found_inf: Tensor
     ) -> None:
-        """A step that divides by the scale, clips and skips in its own pass, by names that torch reads."""
+        """Step by torch's fused pass, which divides by the scale, clips and skips by attributes it reads."""
         values: dict[str, Tensor] = {"found_inf": found_inf.float()}
         factor = inv_scale
         if clip_norm is not None:
@@ -300,9 +357,8 @@ class TorchStepper(Stepper):
             vars(self.optimizer).update(values)
             self.optimizer.step()
 
-    def _clip(self, norm: float | Tensor, clip_norm: float) -> Tensor | None:
-        """Clip to a norm of `clip_norm`; returns their norm where it is not the one measured."""
-        gradients = self.gradients()
+    def _clip(self, norm: float | Tensor, clip_norm: float, gradients: list[Tensor]) -> Tensor | None:
+        """Clip gradients to a norm of `clip_norm`; returns their norm where it is not the one measured."""
         placed = any(local_of(g) is not g for g in gradients)
         sparse = any(g.is_sparse for g in gradients)
         whole = not placed and not sparse and self.norm_group is None
@@ -327,7 +383,7 @@ class TorchStepper(Stepper):
         return None
 
     def _norm_of_one_process(self, gradients: list[Tensor]) -> Tensor:
-        """What `clip_grad_norm_` takes the norm of whole gradients, of all stages, to be: the same bits."""
+        """Return the norm that `clip_grad_norm_` computes of whole gradients of all stages, bit for bit."""
         norms = whole_norms(gradients)
         if self.norm_group is not None:
             norms = norms_of_stages(norms, self.norm_group)
@@ -341,7 +397,7 @@ def steppers_of(
     norm_group: Any,
     plain: bool,
 ) -> list[Stepper]:
-    """The stepper of each optimizer; `norm_group` is `prepare`'s, `plain` at O0."""
+    """Return the stepper of each optimizer; `norm_group` is `prepare`'s, `plain` at O0."""
     ordered = any(is_ordered(model) for model in models)
     return [
         OnePassStepper(one, norm_group)

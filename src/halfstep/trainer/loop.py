@@ -92,7 +92,7 @@ def check_parallel(model: nn.Module, wrapped: bool) -> None:
 
 
 def length_of(loader: Any) -> int | None:
-    """The number of batches in a pass; None where neither the loader nor its data set knows."""
+    """Return the number of batches in a pass; None where neither the loader nor its data set knows."""
     try:
         return len(loader)
     except TypeError:
@@ -100,7 +100,7 @@ def length_of(loader: Any) -> int | None:
 
 
 def last_step(loader: Iterable[Any], steps: int | None, epochs: int | None, accumulate: int) -> int:
-    """The number of the last step of a `fit`; ConfigError where that is not said once and clearly."""
+    """Return the number of the last step of a `fit`; ConfigError where that is not given exactly once."""
     if (steps is None) == (epochs is None):
         raise ConfigError(f"fit got steps={steps} and epochs={epochs}; give exactly one of them")
     for name, value in (("steps", steps), ("epochs", epochs)):
@@ -240,7 +240,7 @@ class Position:
             self.on_epoch_end()
 
     def state_dict(self) -> dict[str, Any]:
-        """The loader's own state, or how to get to the next batch again."""
+        """Return the loader's own state, or the position of the next batch."""
         how = {"loader": self.loader.state_dict()} if self.own else {"start": self.start}
         return {**how, "served": self.served, "ended": self.ended}
 

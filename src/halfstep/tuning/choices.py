@@ -28,6 +28,9 @@ ULPS = 128
 #: Why a choice was not measured where the seconds were spent before.
 NO_TIME = "no time was left to measure it"
 
+#: What a choice that did not fit into memory failed by.
+TOO_LARGE = ("GB beside what is held", "out of memory", "allocate memory")
+
 #: The loss: distance to fp32's over fp32's, in the same units.
 LOSS_ULPS = 4
 
@@ -77,6 +80,11 @@ class Trial:
         return sorted(self.seconds)[(len(self.seconds) - 1) // 4] if self.seconds else float("inf")
 
     @property
+    def too_large(self) -> bool:
+        """Whether it failed for want of memory, in the words of torch's allocators or of the count before."""
+        return self.failed is not None and any(words in self.failed for words in TOO_LARGE)
+
+    @property
     def usable(self) -> bool:
         """Whether it was measured and is near fp32's numbers."""
         return self.failed is None and self.too_far is None
@@ -98,12 +106,12 @@ class Trial:
 
 
 def gradient_bound(dtype: str) -> float:
-    """How far gradients may be from fp32's, relative to them: 0.5 in bf16, 0.0625 in fp16."""
+    """Return how far gradients may be from fp32's, relative to them: 0.5 in bf16, 0.0625 in fp16."""
     return ULPS * _ulp(dtype)
 
 
 def loss_bound(dtype: str) -> float:
-    """How far the loss may be from fp32's, relative to it: 0.016 in bf16, 0.002 in fp16."""
+    """Return how far the loss may be from fp32's, relative to it: 0.016 in bf16, 0.002 in fp16."""
     return LOSS_ULPS * _ulp(dtype)
 
 
@@ -112,7 +120,7 @@ def _ulp(dtype: str) -> float:
 
 
 def decide(trials: Sequence[Trial]) -> tuple[LevelChoice, str]:
-    """The fastest that is near the first one's numbers, or the first where none is worth it; and why.
+    """Return the fastest that is near the first one's numbers, or the first where none is worth it; and why.
 
     The first is what there is without a choice (fp32, as a rule); earlier ones are plainer than later ones.
     """

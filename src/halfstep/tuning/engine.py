@@ -94,7 +94,7 @@ class FirstStep:
 
 
 def _squares(value: Tensor, base: Tensor) -> tuple[float, float]:
-    """The squares of the distance of two tensors and of the second, summed up."""
+    """Return the squares of the distance of two tensors and of the second, summed up."""
     far: Any = 0.0
     whole: Any = 0.0
     for a, b in split.parts(value, base) if type(value) is Tensor else [(value, base)]:
@@ -123,7 +123,7 @@ class Budget:
         self._until = time.perf_counter() + self._seconds - spent
 
     def left(self) -> float:
-        """Seconds that are left; below 0 where too many were spent."""
+        """Return seconds that are left; below 0 where too many were spent."""
         return float(self.of_first_rank(self._until - time.perf_counter()))
 
     def saw(self, label: str, seconds: float) -> None:
@@ -139,7 +139,7 @@ class Budget:
         return self.left() > float(self.of_first_rank(self.around + steps * self.step(label)))
 
     def of_first_rank(self, value: Any) -> Any:
-        """The first rank's value, on every rank; every rank must ask."""
+        """Return the first rank's value, on every rank; every rank must ask."""
         return gather(value, self.group)[0]
 
 
@@ -195,20 +195,17 @@ class Bench:
 
         Two steps like those seen before must fit into the seconds that are left, its tensors into memory.
         """
-        if self._bases:
-            if not self.budget.affords(choice.label, 2 + (choice.layout not in self._bases)):
-                return Trial(choice, failed=NO_TIME)
-            lacking = next(filter(None, gather(self._lacking(), self.budget.group)), None)
-            if lacking is not None:
-                return Trial(choice, failed=lacking)
+        if self._bases and not self.budget.affords(choice.label, 2 + (choice.layout not in self._bases)):
+            return Trial(choice, failed=NO_TIME)
+        lacking = next(filter(None, gather(self._lacking(choice), self.budget.group)), None)
+        if lacking is not None:
+            return Trial(choice, failed=lacking)
         return together(gather(self._first(choice), self.budget.group))
 
-    def _lacking(self) -> str | None:
-        """Why the gradients, states and 16-bit copies of another choice do not fit; None where they do."""
-        needs, free = (
-            self._needs + _bytes(p for m in self.models for p in m.parameters()) // 2,
-            _free(self._device),
-        )
+    def _lacking(self, choice: LevelChoice) -> str | None:
+        """Why its gradients, 16-bit copies and the states that were seen do not fit; None where they do."""
+        copies = 0 if choice.dtype is None else _bytes(p for m in self.models for p in m.parameters()) // 2
+        needs, free = self._needs + copies, _free(self._device)
         if needs <= free:
             return None
         return f"it needs {needs / 1e9:.3g} GB beside what is held, and {free / 1e9:.3g} GB are free"
@@ -247,7 +244,7 @@ class Bench:
             return Trial(choice, failed=" ".join(str(error).split())[:200])
 
     def _errors(self, choice: LevelChoice, seen: FirstStep) -> tuple[float | None, float | None]:
-        """How far from the base in the same layout: another one draws another dropout mask."""
+        """Return the distances from the base in the same layout: another one draws another dropout mask."""
         if choice.layout in self._bases:
             return seen.distance(self._bases[choice.layout])
         self._bases[choice.layout] = seen
@@ -286,7 +283,7 @@ class Bench:
         return [replace(trial, seconds=tuple(seen)) for trial, seen in zip(trials, times)]
 
     def profile(self, choice: LevelChoice) -> StepTimes:
-        """Where a step's time goes under `choice`."""
+        """Return where a step's time goes under `choice`."""
         with self.entered(choice) as session:
             self.run(session)
             return step_times(lambda: self.run(session), self.models)
@@ -307,7 +304,7 @@ def together(trials: Sequence[Trial]) -> Trial:
 
 
 def _worst(errors: Sequence[float | None]) -> float | None:
-    """The largest, with NaN above all."""
+    """Return the largest, with NaN above all."""
     known = [e for e in errors if e is not None]
     return max(known, key=lambda e: float("inf") if e != e else e, default=None)
 
@@ -322,7 +319,7 @@ def _bytes(tensors: Iterable[Any]) -> int:
 
 
 def _free(device: torch.device) -> float:
-    """Bytes that a device can still give to tensors; inf where nobody says."""
+    """Return the bytes that are free on a device; inf where that is unknown."""
     if device.type != "cpu":
         try:
             free, _ = torch.accelerator.get_memory_info(device)

@@ -74,7 +74,7 @@ def flow_of(step: Callable[[], Any], models: Sequence[nn.Module], nodes: Iterabl
 
 
 def container_of(path: str, wanted: set[str]) -> str | None:
-    """The nearest module above `path` that is in `wanted`, or None."""
+    """Return the nearest module above `path` that is in `wanted`, or None."""
     while path:
         path = path.rpartition(".")[0]
         if path in wanted:
@@ -97,7 +97,7 @@ def plan_by_module(
     level: str,
     dtype: torch.dtype,
 ) -> Plan:
-    """The rules that put modules in fp32 where that is cheaper, over a level whose default is `dtype`.
+    """Return the rules that put modules in fp32 where that is cheaper, over a level whose default is `dtype`.
 
     full, low: the step's times in fp32 and at the level. cast_seconds: of one element there and back. The
     model's own ops, outside its modules, stay as the level has them. Empty where no module gains.
@@ -163,7 +163,7 @@ def _rules(
 
 
 def _all_below(path: str, chosen: Collection[str], known: Mapping[str, float], above: bool) -> bool:
-    """The label of a module without ops of its own: fp32 where all below is, else what is above."""
+    """Return the label of a module without ops of its own: fp32 where all below is, else what is above."""
     below = [p for p in known if p.startswith(f"{path}.")]
     return all(p in chosen for p in below) if below else above
 
@@ -175,7 +175,7 @@ def _reason(path: str, full: Mapping[str, float], low: Mapping[str, float], dtyp
 
 
 def cast_cost(device: torch.device, dtype: torch.dtype, elements: int = 1 << 18) -> float:
-    """Seconds to cast one fp32 element to `dtype` and back, at the size of a usual activation."""
+    """Return seconds to cast one fp32 element to `dtype` and back, at the size of a usual activation."""
     wide, clock, best = torch.ones(elements, device=device), clock_of(device), float("inf")
     for _ in range(5):
         started = clock()

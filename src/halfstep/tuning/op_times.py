@@ -56,7 +56,7 @@ class StepTimes:
     seconds: float
 
     def by_module(self) -> dict[str, float]:
-        """Seconds of each module's own ops, casts left out."""
+        """Return seconds of each module's own ops, casts left out."""
         found: dict[str, float] = defaultdict(float)
         for op in self.ops:
             if op.op not in (CAST, ACCUMULATE):
@@ -146,7 +146,7 @@ def _activities(models: Iterable[nn.Module]) -> list[ProfilerActivity]:
 
 
 def _summed(events: Any) -> tuple[dict[Key, float], float]:
-    """Seconds by key, and the seconds of the step from its first event to its last."""
+    """Return seconds by key, and the seconds of the step from its first event to its last."""
     found: dict[Key, float] = defaultdict(float)
     owners: dict[int, Key] = {}
     later: list[Any] = []
@@ -169,7 +169,7 @@ def _on_device(event: Any) -> bool:
 
 
 def _is_span(event: Any) -> bool:
-    """A range set by Python (a module, the optimizer's step), not an op."""
+    """Whether an event is a range set by Python (a module, the optimizer's step), not an op."""
     return event.scope == _USER
 
 

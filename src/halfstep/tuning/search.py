@@ -69,7 +69,7 @@ class Tuning:
         return replace(choice.rules, settings=settings)
 
     def to_toml(self) -> str:
-        """The plan as TOML."""
+        """Return the plan as TOML."""
         return self.plan.to_toml()
 
     def __str__(self) -> str:
@@ -103,8 +103,8 @@ def search(
 ) -> Tuning:
     """Try choices on the models and put them back; `make` prepares them for one and returns the session.
 
-    With `level` given only layouts are tried, at that level. Raises ConfigError where no step can be taken
-    in fp32 either (or at that level).
+    With `level` given only layouts are tried, at that level. Where no step fits in fp32, others are measured
+    against the first that runs. Raises ConfigError where none does.
     """
     began = time.perf_counter()
     relayout = relayout and bool(convolution_weights(models))
@@ -128,9 +128,13 @@ def _search(
 ) -> list[Trial]:
     """Try the levels, then channels_last for the two fastest, then plans by module; returns every trial."""
     trials = [bench.first(plain)]
-    if trials[0].failed is not None:
+    if trials[0].failed is not None and not trials[0].too_large:
         return trials
     trials += [bench.first(choice) for choice in others]
+    trials.sort(key=lambda trial: trial.too_large)  # the first is what others are measured against
+    if trials[0].failed is not None:
+        return trials
+    by_module = by_module and trials[0].choice.dtype is None
     for one in _best(bench, trials, 2) if relayout else ():
         trials.append(bench.first(replace(one.choice, layout="channels_last")))
     trials = _turns(bench, trials, FIRST_ROUNDS, HOPELESS)
@@ -146,7 +150,7 @@ def _search(
 
 
 def _best(bench: Bench, trials: Sequence[Trial], count: int) -> list[Trial]:
-    """The fastest usable trials as rank 0 saw them."""
+    """Return the fastest usable trials as rank 0 saw them."""
     order = sorted(range(len(trials)), key=lambda i: trials[i].time)
     return [trials[i] for i in bench.budget.of_first_rank(order) if trials[i].usable][:count]
 
@@ -164,7 +168,7 @@ def _turns(bench: Bench, trials: list[Trial], rounds: int, near: float) -> list[
 
 
 def _by_module(bench: Bench, trials: Sequence[Trial], device: torch.device) -> list[LevelChoice]:
-    """The fastest 16-bit choice of each level, with fp32 for the modules that are faster in it."""
+    """Return the fastest 16-bit choice of each level, with fp32 for the modules that are faster in it."""
     if len(bench.models) != 1:
         return []
     found: list[LevelChoice] = []

@@ -4,6 +4,7 @@ import gc
 import importlib
 import itertools
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import halfstep as hs
 from halfstep import shardfiles
 from halfstep.optim import master_link, split
 from halfstep.session.memory import footprint
+from halfstep.torch_private import pytree
 
 WIDTH, LAYERS = 32, 12
 BESIDE = WIDTH * WIDTH * 4 + 8 * 512
@@ -70,6 +72,10 @@ def train(model: Any, amp: Any, width: int = WIDTH, updates: bool = True) -> Non
         amp.step()
 
 
+def copied_to_host(tree: Any) -> Any:
+    return pytree.tree_map_only(torch.Tensor, lambda t: t.to("cpu", copy=True), tree)
+
+
 def check(level: str, dtype: str, optimizer: str, options: dict[str, Any], folder: Path) -> None:
     start = taken()
     model, amp, size, peak = run(level, dtype, optimizer, options)
@@ -82,7 +88,16 @@ def check(level: str, dtype: str, optimizer: str, options: dict[str, Any], folde
     rest = taken() - start
     assert peak_of(lambda: amp.load(folder)) - start <= rest * 1.05 + BESIDE
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters()))
-    del before, amp, model
+    del before
+    [held] = amp.optimizers
+    saved = copied_to_host(held.state_dict())
+    rest = taken() - start
+    assert peak_of(partial(held.load_state_dict, saved)) - start <= rest * 1.05 + BESIDE
+    weights = [p.detach().cpu() for p in model.parameters()]
+    peak = peak_of(amp.revert) - start
+    assert peak <= max(rest, taken() - start) * 1.05 + BESIDE
+    assert all(torch.equal(a, b.to("cpu", a.dtype)) for a, b in zip(weights, model.parameters()))
+    del saved, held, amp, model
     kept, amp, *_ = run(level, dtype, optimizer, options)
     peak = peak_of(lambda: amp.load(folder)) - start
     assert peak <= (taken() - start) * 1.05 + BESIDE
@@ -151,3 +166,26 @@ def test_gradients_that_are_widened_are_not_all_held_twice():
     peak = peak_of(masters.copy_grads)
     assert taken() - before == LAYERS * WIDTH * WIDTH * 2
     assert peak <= taken() + BESIDE
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("kind", ["AdamW", "SGD", "RMSprop"])
+def test_a_step_takes_no_more_than_in_fp32_under_autocast(kind: str, foreach: bool):
+    peaks = dict[str, int]()
+    for level in ("O0", "O2"):
+        start = taken()
+        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))).cuda()
+        optimizer = getattr(torch.optim, kind)(model.parameters(), lr=1e-3, foreach=foreach)
+        amp = hs.prepare(model, optimizer, level=level)
+
+        def step(model: Any = model, amp: Any = amp, plain: bool = level == "O0") -> None:
+            region = torch.autocast("cuda", torch.bfloat16) if plain else amp.autocast()
+            with region:
+                loss = model(torch.ones(2, WIDTH, device="cuda")).float().square().mean()
+            amp.backward(loss)
+            amp.step()
+
+        step()
+        peaks[level] = peak_of(step) - start
+        del model, optimizer, amp, step
+    assert peaks["O2"] <= peaks["O0"]

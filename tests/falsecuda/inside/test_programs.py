@@ -168,7 +168,8 @@ PROGRAMS = list(programs(200))
 
 
 NUMBERS = [
-    *range(20),
+    *range(8),
+    *(pytest.param(number, marks=pytest.mark.long) for number in range(8, 20)),
     *(pytest.param(number, marks=pytest.mark.exhaustive) for number in range(20, 200)),
 ]
 

@@ -12,6 +12,7 @@ namespace falsecuda {
 
 using c10::Device;
 constexpr auto CUDA = c10::DeviceType::CUDA;
+constexpr size_t TOTAL = size_t{80} << 30;  // as torch_cuda.py says
 constexpr size_t ALIGNMENT = 512;  // torch's allocator rounds sizes up to it
 
 struct Tally {
@@ -75,6 +76,10 @@ struct DeviceAllocator final : c10::DeviceAllocator {
   void copy_data(void* to, const void* from, size_t size) const override { memcpy(to, from, size); }
   bool initialized() override { return true; }
   void emptyCache(c10::MempoolId_t) override {}
+  std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex) override {
+    std::lock_guard<std::mutex> guard(device_blocks().lock);
+    return {TOTAL - device_blocks().bytes.current, TOTAL};
+  }
   void recordStream(const c10::DataPtr&, c10::Stream) override {}
   c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex) override {
     c10::CachingDeviceAllocator::DeviceStats stats;

@@ -92,7 +92,7 @@ class Attention(torch.autograd.Function):
         scale: Any,
         choice: Choice,
     ) -> Tensor:
-        """All but the mask of one 16-bit dtype; with `native` bit for bit torch's."""
+        """Attend; all but the mask of one 16-bit dtype, with `native` bit for bit torch's."""
         out, sums = attend(choice.forward, q, k, v, mask, causal, scale)
         if mask is None:
             ctx.save_for_backward(q, k, v, out, sums)
@@ -104,7 +104,7 @@ class Attention(torch.autograd.Function):
     @staticmethod
     @not_compiled
     def backward(ctx: Any, *grad_outputs: Tensor) -> Grads:
-        """All three gradients come of one kernel: the direction `input` says which."""
+        """Return all three gradients, by one kernel: the direction `input` says which."""
         q, k, v, out, sums, *mask = ctx.saved_tensors
         given = mask[0] if mask else None
         with no_autocast():

@@ -98,7 +98,7 @@ def _widens(how: str, dtype: torch.dtype) -> bool:
 
 
 def convolve(how: str, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry) -> Tensor:
-    """The convolution, rounded once."""
+    """Return the convolution, rounded once."""
     dtype, given = x.dtype, x
     if _widens(how, dtype):
         x, weight = x.to(F32), weight.to(F32)
@@ -112,7 +112,7 @@ def convolve(how: str, x: Tensor, weight: Tensor, bias: Tensor | None, geometry:
 def convolve_backward(
     how: str, grad: Tensor, x: Tensor, weight: Tensor, geometry: Geometry, mask: list[bool]
 ) -> Grads:
-    """The gradients that `mask` asks for (input, weight, bias), each rounded once.
+    """Return the gradients that `mask` asks for (input, weight, bias), each rounded once.
 
     That of the input is no function of the input, nor that of the weight one of the weight: detached, they
     get no gradient of zeros where these are differentiated again.
@@ -138,7 +138,7 @@ class Convolution(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry, choice: Choice
     ) -> Tensor:
-        """All of one 16-bit dtype."""
+        """Compute the result; all arguments are of one 16-bit dtype."""
         ctx.save_for_backward(x, weight)
         ctx.geometry, ctx.choice = geometry, choice
         return convolve(choice.forward, x, weight, bias, geometry)

@@ -92,7 +92,7 @@ class Kind:
 
 
 def sizes(geometry: str) -> tuple[str, ...]:
-    """The sizes that a geometry is divided into; beyond the last of them nothing changes."""
+    """Return the sizes that a geometry is divided into; beyond the last of them nothing changes."""
     common = geometry[:2] in ("1d", "3d", "th") or geometry.endswith("channels_last")
     return SIZES[:3] if common else SIZES
 
@@ -109,19 +109,19 @@ def values_of(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
 
 
 def ways(names: Iterable[str], function: Callable[..., object], *args: Any) -> Candidates:
-    """The function with these arguments, by every implementation that is named."""
+    """Return the function with these arguments, by every implementation that is named."""
     return {name: functools.partial(function, name, *args) for name in names}
 
 
 def needs_of(first: Tensor, second: Tensor) -> str:
-    """Which of an input and a weight need a gradient, as `Row.needs` says it."""
+    """Return which of an input and a weight need a gradient, as `Row.needs` says it."""
     if not torch.is_grad_enabled():
         return ""
     return ("i" if first.requires_grad else "") + ("w" if second.requires_grad else "")
 
 
 def argument(args: Args, place: int, default: Any) -> Any:
-    """A positional argument, or what holds where it was not given."""
+    """Return a positional argument, or what holds where it was not given."""
     return args[place] if len(args) > place else default
 
 

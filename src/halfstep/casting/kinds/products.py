@@ -88,7 +88,7 @@ class Linear(torch.autograd.Function):
     @staticmethod
     @not_compiled
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, choice: Choice) -> Tensor:
-        """All of one 16-bit dtype."""
+        """Compute the result; all arguments are of one 16-bit dtype."""
         ctx.save_for_backward(x, weight)
         ctx.choice = choice
         return linear(choice.forward, x, weight, bias)
@@ -96,7 +96,7 @@ class Linear(torch.autograd.Function):
     @staticmethod
     @not_compiled
     def backward(ctx: Any, *grad_outputs: Tensor) -> Grads:
-        """The sum for the bias is taken in fp32."""
+        """Return the gradients; the bias's is summed in fp32."""
         x, weight = ctx.saved_tensors
         grad, choice, needs = grad_outputs[0], ctx.choice, ctx.needs_input_grad
         to_x = to_weight = to_bias = None

@@ -13,7 +13,7 @@ _WIDTHS = {"tiny": (4, 16), "small": (8, 32), "medium": (16, 64), "large": (32, 
 
 
 def _candidates(cls: OpClass, direction: str) -> Candidates:
-    """A layer over 16 steps; both gradients come of one backward, which `input` stands for.
+    """Return the candidates for a layer over 16 steps; one backward, `input`, gives both gradients.
 
     The weights are as small as a layer's are: larger ones close every gate, and gradients become denormal
     numbers, which fp32 kernels take three times as long for.
