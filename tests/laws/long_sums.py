@@ -281,6 +281,14 @@ def module_cases(share: int = 1, each: int = 6) -> Iterator[tuple[str, list[Case
         yield info.name, found
 
 
+def steps_case(name: str, layer: nn.RNNBase, x: Tensor) -> Case:
+    """A recurrent layer on x (steps, 1, width), of which more sequences make its sums longer than steps."""
+    parameters = dict(layer.named_parameters())
+    arguments: Any = pytree.tree_map(positive, ((parameters, x), {}))
+    count = len(parameters)
+    return Case(f"{name}, {len(x)} steps", _with_parameters(layer), arguments, len(x), (count, 1), count)
+
+
 def _with_parameters(module: nn.Module) -> Call:
     def call(parameters: dict[str, Tensor], *args: Any, **kwargs: Any) -> Any:
         given = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]

@@ -205,7 +205,10 @@ PLAN_RULE: dict[str, list[Row]] = {
     "reason": [Row("a router", run={"file": True})],
     "ops": [Row({"linear": hs.Rule.FULL}, {"rule": None, "dtype": torch.bfloat16})],
     "required": [Row(False, {"pattern": "nowhere"})],
-    "output": [Row("fp32", {"rule": None, "dtype": "bf16"})],
+    "output": [
+        Row("fp32", {"rule": None, "dtype": "bf16"}),
+        Row("fp16", {"rule": None, "ops": {"linear": hs.Rule.LOW}}, {"level": "O1"}),
+    ],
     "buffers": [Row(False, {"pattern": "**", "rule": None, "dtype": "bf16"})],
 }
 

@@ -16,6 +16,7 @@ from halfstep.errors import HalfstepWarning
 from halfstep.gradients import cpu as cpus_
 from halfstep.gradients import cpu as work_items
 from halfstep.optim import SGD, Adam, AdamW, Lion
+from halfstep.optim.bundles import Bundle
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SHAPES = ((0,), (1,), (7,), (128,), (1, 1000), (2049,), (1, 70001), (3, 33), (90, 1030), (70, 16))
@@ -67,6 +68,112 @@ def test_kernels_equal_reference(row: Any):
         assert optimizer.state[p].keys() == reference.state[q].keys()
         for key, value in optimizer.state[p].items():
             assert torch.equal(bits(value), bits(reference.state[q][key])), key
+
+
+KINDS = [(AdamW, {}), (Adam, {"weight_decay": 0.1}), (SGD, {"momentum": 0.9}), (SGD, {}), (Lion, {})]
+
+
+def stepped(
+    backend: str, shape: Any, seed: int, cls: Any, options: dict[str, Any], state: str, awkward: bool
+):
+    """A weight and its state after a step from random bits: any weight, lacking bits, gradient and state."""
+    g = torch.Generator().manual_seed(seed)
+
+    def any_bits(like: Tensor) -> Tensor:
+        few = torch.randint(-1 << 15, 1 << 15, like.shape, generator=g).to(torch.int16)
+        tame = torch.randn(like.shape, generator=g).bfloat16().view(torch.int16)
+        return few if awkward else torch.where(torch.rand(like.shape, generator=g) < 1e-3, few, tame)
+
+    p = nn.Parameter(torch.zeros(shape, dtype=BF16))
+    optimizer = cls([p], lr=2.0**-9, state_dtype=state, backend=backend, **options)
+    p.grad = torch.zeros_like(p)
+    optimizer.step()
+    p.detach().view(torch.int16).copy_(any_bits(p))
+    p.grad.view(torch.int16).copy_(any_bits(p))
+    for key, value in optimizer.state[p].items():
+        if key == "lacking" or value.dtype == BF16:
+            value.view(torch.int16).copy_(any_bits(value))
+        elif key.endswith("_exponents"):
+            value.copy_(
+                torch.randint(40 if awkward else 100, 256 if awkward else 140, value.shape, generator=g)
+            )
+        elif value.dtype == torch.uint8:
+            value.copy_(torch.randint(0, 256, value.shape, generator=g))
+        if key == "exp_avg_sq":
+            value.abs_()
+    optimizer.step(inv_scale=1.0 if awkward else 0.37)
+    return {"weight": p.detach(), **optimizer.state[p]}
+
+
+def assert_same_bits(ours: dict[str, Tensor], plain: dict[str, Tensor]) -> None:
+    assert ours.keys() == plain.keys()
+    for key, value in ours.items():
+        nan = value.isnan() & plain[key].isnan()
+        assert torch.equal(bits(value).masked_fill(nan, 0), bits(plain[key]).masked_fill(nan, 0)), key
+
+
+@pytest.mark.parametrize("state", ["bf16", "8bit"])
+@pytest.mark.parametrize(("cls", "options"), KINDS, ids=lambda x: getattr(x, "__name__", ""))
+@pytest.mark.parametrize("awkward", [True, False], ids=["awkward", "tame"])
+def test_any_bits_are_stepped_as_by_the_reference(
+    cls: Any, options: dict[str, Any], state: str, awkward: bool
+):
+    """Weights, gradients, codes and exponents: NaN, inf, numbers below the normal, alone among good ones."""
+    for seed, shape in enumerate([(64, 1024), (5, 1030)]):
+        args = (shape, seed, cls, options, state, awkward)
+        assert_same_bits(stepped("auto", *args), stepped("reference", *args))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("state", ["bf16", "8bit"])
+@pytest.mark.parametrize(("cls", "options"), KINDS, ids=lambda x: getattr(x, "__name__", ""))
+def test_ten_million_of_any_bits_are_stepped_as_by_the_reference(
+    cls: Any, options: dict[str, Any], state: str
+):
+    for seed in range(160):
+        args = ((64, 1024), seed, cls, options, state, seed % 2 == 0)
+        assert_same_bits(stepped("auto", *args), stepped("reference", *args))
+
+
+@pytest.mark.parametrize("state", ["bf16", "8bit"])
+def test_rows_of_every_length_are_stepped_as_by_the_reference(state: str):
+    """Around the panels of 64 and the blocks of 512, and parts of one by themselves."""
+    lengths = [*range(16, 200, 3), *range(505, 520), 575, 577, 1087]
+    kept: list[list[Tensor]] = []
+    for backend in ("auto", "reference"):
+        g = torch.Generator().manual_seed(2)
+        params = [nn.Parameter(torch.randn(3, n, generator=g).bfloat16()) for n in lengths]
+        optimizer = AdamW(params, state_dtype=state, backend=backend)
+        for p in params:
+            p.grad = torch.randn(p.shape, generator=g).bfloat16()
+        optimizer.step()
+        kept.append([t for p in params for t in (p, *optimizer.state[p].values())])
+    assert all(torch.equal(bits(ours), bits(plain)) for ours, plain in zip(*kept))
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+@pytest.mark.parametrize(
+    ("state", "shape", "part"),
+    [("bf16", (1000,), (37, 701)), ("bf16", (1000,), (64, 90)), ("8bit", (6, 1030), (2, 5))],
+)
+def test_a_part_has_the_random_bits_of_the_whole(
+    monkeypatch: pytest.MonkeyPatch, backend: str, state: str, shape: tuple[int, ...], part: tuple[int, int]
+):
+    g = torch.Generator().manual_seed(4)
+    weight, grad = (torch.randn(shape, generator=g).bfloat16() for _ in range(2))
+    found: list[dict[str, Tensor]] = []
+    for first, last in ((0, shape[0]), part):
+        p = nn.Parameter(weight[first:last].clone())
+        at = first * weight[0].numel()
+        monkeypatch.setattr(Bundle, "origins", lambda _, at=at: [at])
+        optimizer = AdamW([p], lr=0.1, state_dtype=state, backend=backend)
+        for _ in range(2):
+            p.grad = grad[first:last].clone()
+            optimizer.step()
+        found.append({"weight": p.detach(), **optimizer.state[p]})
+    whole, own = found
+    for key, value in own.items():
+        assert torch.equal(bits(value), bits(whole[key] if key == "step" else whole[key][slice(*part)])), key
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32])

@@ -366,8 +366,8 @@ def _norm_runner(site: OpOnDevice) -> Runner:
     where the kernel cannot mix the two.
 
     CPU kernels take fp32 parameters beside a 16-bit input, but for `rms_norm`; CUDA's do where there are
-    running statistics in that op. Other parameters are cast to the dtype of these statistics or of the input;
-    beside statistics an fp64 input is, and its result is widened again.
+    running statistics in that op. Other parameters are cast to the dtype of these statistics or of the input.
+    Beside statistics of another dtype that are not fp32, or in fp64, all of it is computed in a wider one.
     """
     positions = _NORM_PARAMETERS[site.name]
     has_statistics = site.name in ("batch_norm", "instance_norm")
@@ -379,10 +379,11 @@ def _norm_runner(site: OpOnDevice) -> Runner:
         x, kept = args[0], args[3] if has_statistics else None
         into = (x if kept is None else kept).dtype
         dtypes = {args[i].dtype for i in positions if i < len(args) and args[i] is not None}
-        if x.dtype is _F64 and {into, *dtypes} != {_F64}:  # as a LOW op: all of it in fp64
-            if kept is None:
-                return site.below(cast_parameters(args, _F64), kwargs)
-            return run(_, [x.to(into), *args[1:]], kwargs).to(_F64)
+        if x.dtype is not into and (into is not _F32 or x.dtype is _F64):
+            wide = _F64 if _F64 in {x.dtype, into} else _F32
+            return _beside_statistics(site, wide, args, kwargs)
+        if x.dtype is _F64 and dtypes - {_F64}:  # as a LOW op: all of it in fp64
+            return site.below(cast_parameters(args, _F64), kwargs)
         if not dtypes - {into} or (mixes and dtypes == {_F32}):
             return site.below(args, kwargs)
         is_low = x.dtype is not _F32 and x.dtype in CASTABLE
@@ -403,6 +404,15 @@ def _norm_runner(site: OpOnDevice) -> Runner:
         return changed
 
     return run
+
+
+def _beside_statistics(site: OpOnDevice, dtype: torch.dtype, args: Args, kwargs: Kwargs) -> torch.Tensor:
+    """Run a normalisation in `dtype` and write to its statistics, 4th and 5th of `args`, what they became."""
+    wide = [a.to(dtype) if isinstance(a, torch.Tensor) else a for a in args]
+    out = site.below(wide, kwargs)
+    for kept, new in zip(args[3:5], wide[3:5], strict=True):
+        kept.copy_(new)
+    return out.to(args[0].dtype)
 
 
 def refusal(name: str, reason: str, compute: torch.dtype, remedy: str | None = None) -> BannedOpError:

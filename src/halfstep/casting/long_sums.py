@@ -330,6 +330,24 @@ def _affine_in_fp32(
     return call(*(_wide(a) if i in places and _is_low(a) else a for i, a in enumerate(args)), **kw)
 
 
+#: Torch's 16-bit kernel adds image by image in fp32, its fp32 kernel in blocks: so many lose a unit of fp16.
+_IMAGES = 2**13
+
+
+def _batch_norm(call: Call, x: Tensor, *args: Any) -> Tensor:
+    """Run it beside fp32 parameters; on an fp32 copy where a sum over images is too long for that kernel."""
+    if not _is_low(x) or x.dim() < 3 or len(x) <= _IMAGES:
+        return _affine_in_fp32((1, 2), 3, call, x, *args)
+    saved = SavedLow()
+    with saved:
+        wide = [_wide(a) if isinstance(a, Tensor) else a for a in args]
+        out = call(saved.remember(x.to(F32), x), *wide)
+    for kept, new in zip(args[2:4], wide[2:4], strict=True):
+        if _is_low(kept):
+            kept.copy_(new)
+    return out.to(x.dtype)
+
+
 # --- look-ups in tables ------------------------------------------------------------------------------------
 
 
@@ -499,7 +517,7 @@ def _embedding_bag(
 _SUMS: Mapping[str, Callable[..., Any]] = {
     "layer_norm": _layer_norm,
     "native_layer_norm": _native_layer_norm,
-    "batch_norm": functools.partial(_affine_in_fp32, (1, 2), 3),
+    "batch_norm": _batch_norm,
     "instance_norm": functools.partial(_affine_in_fp32, (1, 2), 3),
     "group_norm": functools.partial(_affine_in_fp32, (2, 3), None),
     "embedding": _embedding,

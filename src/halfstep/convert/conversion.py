@@ -352,8 +352,10 @@ class Casting:
         shown = f"{level.name} in {dtype_name(low)}" if level else f"a plan of {len(rules)} rules"
         keep = keep_originals if isinstance(keep_originals, bool) else level is not None and level.masters
         held = {*keep_originals} if isinstance(keep_originals, Collection) else set[Tensor]()
-        record = Conversion(inner, shown)
-        return cls(record, rules.resolve(inner), low, level, keep, held, keep_shards, stores, edits)
+        record, resolved = Conversion(inner, shown), rules.resolve(inner)
+        if level is not None and level.compute_role == "full":
+            _check_outputs(resolved)
+        return cls(record, resolved, low, level, keep, held, keep_shards, stores, edits)
 
     def __post_init__(self) -> None:
         self.model = self.record.model
@@ -457,11 +459,13 @@ class Casting:
             hook = CastToWeight(self.record._power, rule.dtype)
             self.record._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
         if rule is not None and rule is not above:
-            self._edit_ops(path, module, rule)
+            self._edit_ops(path, module, rule, computes)
         if not path:
-            self._root_output(module)
+            self._root_output(module, rule)
         elif computes is None:
             self._storage_edges(path, module, rule, above)
+        if rule is not above and above is not None and above.computes is Rule.FULL:
+            self._back_to_wide(path, module, rule, above)
 
     def _computes(self, rule: PlanRule, above: PlanRule | None) -> Rule | None:
         """Return what the ops of a module do; inside one that computes in fp32, 16-bit weights mean LOW."""
@@ -471,19 +475,23 @@ class Casting:
     def _compute_in(
         self, path: str, module: nn.Module, rule: PlanRule, computes: Rule, above: PlanRule | None
     ) -> None:
-        edge, dtype = rule is not above, {Rule.FULL: torch.float32, Rule.LOW: self.low}.get(computes)
+        edge, dtype = rule is not above, {Rule.FULL: _wide_of(rule), Rule.LOW: self.low}.get(computes)
         if edge or any(t.dtype != dtype for _, _, t in own_tensors(module)):
             self.record._handles += Inside(self.record._power, dtype, edge=edge).attach(module)
             self._note(path, f"ops {computes.value}", None, dtype, rule.reason)
         default_in_fp32 = not rule.required and above is not None and above.computes is Rule.FULL
-        if edge and rule.output is not None and rule.output != dtype and not default_in_fp32:
-            self._cast("outputs", path, module, rule.output, rule.reason)
+        ends_fp64 = dtype == torch.float64 and (above is None or above.dtype != dtype)
+        output = rule.output or (torch.float32 if ends_fp64 else None)
+        if edge and output is not None and output != dtype and not default_in_fp32:
+            self._cast("outputs", path, module, output, rule.reason)
 
-    def _edit_ops(self, path: str, module: nn.Module, rule: PlanRule) -> None:
+    def _edit_ops(self, path: str, module: nn.Module, rule: PlanRule, computes: Rule | None) -> None:
         edits = dict(rule.ops)
         if rule.output == torch.float32 and rule.computes is not Rule.FULL:
             edits = {**dict.fromkeys(FP32_OUT_OPS, Rule.FP32_OUT), **edits}
             self._cast("outputs", path, module, torch.float32, rule.reason)
+        elif rule.output is not None and rule.required and computes is None:
+            self._cast("outputs", path, module, rule.output, rule.reason, only_in_regions=bool(path))
         if edits:
             level_low = self.level is not None and self.level.param_role == "low"
             stored_low = level_low or rule.dtype == self.low
@@ -508,26 +516,57 @@ class Casting:
             if inner == torch.float32:
                 self._cast("inputs", path, module, torch.float32, why)
             output = rule.output or (outer if outer == torch.float32 else None)
-            if output is not None and rule.output != torch.float32:
+            if output is not None and (rule.output is None or not rule.required):
                 self._cast("outputs", path, module, output, why)
 
-    def _root_output(self, module: nn.Module) -> None:
+    def _back_to_wide(self, path: str, module: nn.Module, rule: PlanRule | None, above: PlanRule) -> None:
+        """Widen what a module gives to one that computes in fp32 or fp64, where no region casts."""
+        wide = _wide_of(above)
+        is_wide = rule is None or not rule.required or (rule.computes is Rule.FULL and rule.output is None)
+        if not is_wide or (rule is not None and rule.required and _wide_of(rule) != wide):
+            why = f"rule {above.pattern!r} computes in {dtype_name(wide)} around it"
+            self._cast("outputs", path, module, wide, why)
+
+    def _root_output(self, module: nn.Module, rule: PlanRule | None) -> None:
         level = self.level
-        if level is None:
+        if level is None or (rule is not None and rule.required and rule.output is not None):
             return
         output = level.policy(None if level.compute_role == "full" else self.low).output_dtype
         if output is not None:
             self._cast("outputs", "", module, output, f"{level.name} gives its outputs in it")
 
-    def _cast(self, what: str, path: str, module: nn.Module, dtype: torch.dtype, why: str) -> None:
-        """Cast the floating "inputs" or "outputs" of a module."""
+    def _cast(
+        self,
+        what: str,
+        path: str,
+        module: nn.Module,
+        dtype: torch.dtype,
+        why: str,
+        only_in_regions: bool = False,
+    ) -> None:
+        """Cast the floating "inputs" or "outputs" of a module; outputs may be cast in a region alone."""
         power = self.record._power
         if what == "inputs":
             handle = module.register_forward_pre_hook(CastInputs(power, dtype), with_kwargs=True)
         else:
-            handle = module.register_forward_hook(CastOutputs(power, dtype))
+            handle = module.register_forward_hook(CastOutputs(power, dtype, only_in_regions))
         self.record._handles.append(handle)
         self._note(path, what, None, dtype, why)
+
+
+def _wide_of(rule: PlanRule) -> torch.dtype:
+    """The dtype in which a module computes whose rule is FULL."""
+    return torch.float64 if rule.dtype == torch.float64 else torch.float32
+
+
+def _check_outputs(resolved: Mapping[str, PlanRule]) -> None:
+    """Refuse outputs of 16 bits inside a model whose ops are in no region, and all in fp32."""
+    for rule in resolved.values():
+        if rule.output in LOW_DTYPES and rule.required and rule is not resolved.get(""):
+            raise PlanError(
+                f"plan rule {rule.pattern!r}: output={dtype_name(rule.output)}: at O0 what follows computes "
+                "in fp32 and takes no 16-bit input: leave output out, or prepare at O1"
+            )
 
 
 def is_converted(model: nn.Module) -> bool:

@@ -66,14 +66,18 @@ class CastInputs:
 
 
 class CastOutputs:
-    """Forward hook: floating outputs to `dtype`."""
+    """Forward hook: floating outputs to `dtype`; `only_in_regions`: where the ops that follow cast too."""
 
-    def __init__(self, power: Power, dtype: torch.dtype) -> None:
-        self.power, self.dtype = power, dtype
+    def __init__(self, power: Power, dtype: torch.dtype, only_in_regions: bool = False) -> None:
+        self.power, self.dtype, self.only_in_regions = power, dtype, only_in_regions
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Return the output in place of the module's own."""
-        return cast_floats(output, self.dtype) if self.power.on else None
+        if not self.power.on or (
+            self.only_in_regions and not torch.is_autocast_enabled(first_device((output, args)))
+        ):
+            return None
+        return cast_floats(output, self.dtype)
 
 
 class CastToWeight:

@@ -12,6 +12,8 @@ STATE_FP32, STATE_BF16, STATE_8BIT = range(3)
 
 BLOCK = 512
 """The most elements that share one exponent in 8-bit states; a block never crosses the end of a row."""
+PANEL = 64
+"""Elements that share one hashed word of random bits; whole panels make a block."""
 SHORT_ROW = 16
 """Rows shorter than this keep bf16 states where 8-bit ones are asked for: exponents would take as much."""
 LONG_VECTOR = 1 << 20

@@ -117,7 +117,7 @@ def by_reference(
     foreach_add_(steps, 1 if skip is None else [(~skip).to(torch.float32)] * len(steps))
     on_host = device.type == "cpu" and skip is None
     hyper, factor = _hyper(bundle, factors, on_host)
-    keys = list(zip(bundle.base_keys(seed), bundle.key_shifts())) if bundle.rounds_randomly else []
+    keys = list(zip(bundle.base_keys(seed), bundle.origins())) if bundle.rounds_randomly else []
     flags: list[Tensor] = []
     for run in storage.runs_of(slots):
         parts, counts = [slots[i] for i in run], torch.stack([steps[i] for i in run])
@@ -172,9 +172,9 @@ def _scalars(
 
 
 def _keys(keys: Sequence[tuple[int, int]], counts: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Return the random key of each parameter, by its base and shift, and where its elements begin."""
-    bases, shifts, starts = _integers([*zip(*keys), [0, *accumulate(sizes[:-1])]], counts.device)
-    return (rounding.key_of(bases, counts.to(torch.int64)) + shifts) & rounding.WORD, starts
+    """Return the random key of each parameter, by its base, and where its whole tensor would begin."""
+    bases, origins, starts = _integers([*zip(*keys), [0, *accumulate(sizes[:-1])]], counts.device)
+    return cast(Tensor, rounding.key_of(bases, counts.to(torch.int64))), starts - origins
 
 
 def _per_element(values: Sequence[Number], sizes: Sequence[int]) -> Sequence[Number]:

@@ -222,9 +222,13 @@ class Bundle:
         rows = {step: (factor, *algorithm.scalars(hyper, step)) for step in set(counts)}
         scalars = np.array(list(map(rows.__getitem__, counts)), np.float32)
         if self.rounds_randomly:
-            bases, shifts = (np.array(own, np.int64) for own in (self.base_keys(seed), self.key_shifts()))
-            keys = rounding.key_of(cast(Any, bases), cast(Any, steps.astype(np.int64))) + shifts
-            self._table[KEY] = keys & rounding.WORD
+            widths = self.widths or repeat(None)
+            places = np.array(list(map(rounding.place_of, self.origins(), widths)), np.int64)
+            bases: Any = np.array(self.base_keys(seed), np.int64)
+            keys = (
+                rounding.key_of(bases, cast(Any, steps.astype(np.int64))) + places // L.PANEL * rounding.WEYL
+            )
+            self._table[KEY] = (keys & rounding.WORD) | (places % L.PANEL) << 32
         formats = self.kind, cpus_.GRADS[self.grad_dtype], self.state_kind
         self._work.run(kernels.updater(algorithm.code, *formats, look), self._table, scalars)
         increment_version(self.params)
@@ -257,9 +261,9 @@ class Bundle:
         known = [names[i] if names else f"{self.number}.{i}" for i in self.places]
         return [zlib.crc32(f"{seed}:{name}".encode()) for name in known]
 
-    def key_shifts(self) -> list[int]:
-        """Return what is added to the random keys: bits count from the start of a sharded tensor."""
-        return [((first_element(p) or 0) * rounding.WEYL) & rounding.WORD for p in self.params]
+    def origins(self) -> list[int]:
+        """Return how much of a whole tensor lies before each part: random bits count from its start."""
+        return [first_element(p) or 0 for p in self.params]
 
     def slots(self) -> list[storage.Slot]:
         """Yield each parameter by itself, for plain torch."""

@@ -23,13 +23,15 @@ def update(
 ) -> tuple[list[Tensor], Tensor | None]:
     """What the tensors of `slot.kept` become in a step, and where a weight left the range of its master.
 
-    The gradient is multiplied by `factor` first. `scalars`, the random `key` and where its elements begin are
-    numbers, or tensors with one for each element. The second value is a 0-d bool tensor (exact fp16) or None.
+    The gradient is multiplied by `factor` first. `scalars`, the random `key` and where its elements begin
+    (less what a whole tensor holds before them) are numbers, or tensors with one for each element. The second
+    value is a 0-d bool tensor (exact fp16) or None.
     """
     g = slot.grad.to(torch.float32) * factor
     random = None
     if slot.state_kind != L.STATE_FP32 or slot.kind == L.BF16_STOCHASTIC:
-        random = rounding.random_bits(g.numel(), key, g.device, first)
+        width = slot.width if slot.state_kind == L.STATE_8BIT else None
+        random = rounding.random_bits(g.numel(), key, g.device, first, width)
     w = storage.read_weight(slot.kind, slot.weight, slot.extra)
     states = [storage.read_state(slot, i) for i in range(len(slot.states))]
     bounds = _bounds(algorithm, slot, w, g, scalars)

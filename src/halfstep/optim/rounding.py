@@ -1,18 +1,21 @@
 """Random rounding without a generator, and the block-wise 8-bit codes of optimizer states.
 
-Random bits are a hash of (key, index), the key one of (seed, step, parameter): replicas and resumed runs
-agree and torch's generators are not touched. In 8-bit states up to 512 elements of a row share one exponent,
-so that a tensor may be cut between any two rows. First moments are signed E4M3 with even spacing near zero.
+Random bits are a hashed word of (key, panel) under a fixed pattern of the panel's 64 elements, the key one of
+(seed, step, parameter): replicas and resumed runs agree and torch's generators are not touched. In 8-bit
+states up to 512 elements of a row share one exponent, so that a tensor may be cut between any two rows. First
+moments are signed E4M3 with even spacing near zero.
 Second moments are unsigned E5M3 whose smallest code is 2^-31 of the block's largest and not zero (a second
 moment that became zero would turn its parameter's next step into m / eps). Rounding is random and unbiased,
 because a second moment that moves by 0.1 % a step would never move under rounding to nearest. Plain torch,
 for every device; the kernels equal it bit for bit.
 """
 
+from typing import cast
+
 import torch
 from torch import Tensor
 
-from halfstep.kernels.codes import BLOCK, LEAST_EXPONENT
+from halfstep.kernels.codes import BLOCK, LEAST_EXPONENT, PANEL
 
 WORD = 0xFFFFFFFF
 MAGNITUDE = 0x7FFFFFFF
@@ -36,19 +39,34 @@ def key_of(base: Int, step: Int) -> Int:
 
 
 def dither(counter: Tensor) -> Tensor:
-    """32 random bits of each counter: half of `scramble`, enough where the key was scrambled whole."""
+    """32 random bits of each counter: half of `scramble`, enough where that has made the counter."""
     counter = ((counter ^ (counter >> 16)) * 0x7FEB352D) & WORD
     return counter ^ (counter >> 15)
 
 
-def random_bits(count: int, key: Int, device: torch.device, first: Int = 0) -> Tensor:
-    """32 random bits for each of `count` elements, as int64, which are numbered from `first` on.
+def place_of(element: Int, width: int | None) -> Int:
+    """The number by which random bits know an element; in rows of `width` (8-bit states) blocks count whole.
 
-    `key` and `first` are those of all elements or, as tensors, of each: joined tensors begin anew.
+    So every block begins with a panel of its own.
+    """
+    if width is None or width % BLOCK == 0:
+        return element
+    return element // width * (blocks_of(width) * BLOCK) + element % width
+
+
+def random_bits(
+    count: int, key: Int, device: torch.device, first: Int = 0, width: int | None = None
+) -> Tensor:
+    """32 random bits for each of `count` elements, as int64, which are numbered from `-first` on.
+
+    A panel shares the hashed word of its number; exclusive or a multiple of each lane makes it one for each
+    element, even over panels and steps. `key` and `first` are those of all elements or, as tensors,
+    of each: joined tensors begin anew. `width`: of the rows of 8-bit states.
     """
     index = torch.arange(count, device=device, dtype=torch.int64)
-    index = index if isinstance(first, int) and first == 0 else index - first
-    return dither((index * WEYL + key) & WORD)
+    index = place_of(index if isinstance(first, int) and first == 0 else index - first, width)
+    words = cast(Tensor, scramble((index // PANEL * WEYL + key) & WORD))
+    return ((index % PANEL * WEYL) & WORD) ^ words
 
 
 def again(random: Tensor, key: Int) -> Tensor:
@@ -82,7 +100,7 @@ def peaks(values: Tensor, width: int) -> Tensor:
 
 def exponents_for(bounds: Tensor) -> Tensor:
     """Per block, the exponent field under which values up to `bounds` fit, rounding up included."""
-    return (((bounds.view(torch.int32) >> 20) + 1) >> 3).clamp_min(LEAST_EXPONENT)
+    return (((bounds.view(torch.int32) >> 20) + 1) >> 3).clamp(LEAST_EXPONENT, 255)
 
 
 def _per_element(exponents: Tensor, width: int) -> Tensor:
@@ -90,10 +108,9 @@ def _per_element(exponents: Tensor, width: int) -> Tensor:
 
 
 def _signed(code: Tensor, exponent: Tensor) -> Tensor:
-    least = (exponent - 15) << 23
-    size = ((code & 127) << 20) + least
-    size = size.view(torch.float32) - least.view(torch.float32)
-    return (size.view(torch.int32) | ((code & 128) << 24)).view(torch.float32)
+    sign = (code & 128) << 24
+    least = ((exponent - 15) << 23) | sign
+    return (((code & 127) << 20) + least).view(torch.float32) - least.view(torch.float32)
 
 
 def _unsigned(code: Tensor, exponent: Tensor) -> Tensor:
@@ -113,8 +130,11 @@ def code_peaks(codes: Tensor, exponents: Tensor, signed: bool, width: int) -> Te
 
 
 def encode(values: Tensor, exponents: Tensor, random: Tensor, signed: bool, width: int) -> Tensor:
-    """Flat fp32 in rows of `width` to uint8 codes under int32 exponents; `random`: 16 random bits each."""
-    bits = values.view(torch.int32)
+    """Flat fp32 in rows of `width` to uint8 codes under int32 exponents; `random`: 16 random bits each.
+
+    There is no code for NaN, and which of two an operation passes on is not defined: it becomes inf's.
+    """
+    bits = values.nan_to_num(torch.inf, torch.inf, -torch.inf).view(torch.int32)
     size = bits & MAGNITUDE
     exponent = _per_element(exponents, width)
     chance = (random & 0xFFFF).to(torch.int32) << 4

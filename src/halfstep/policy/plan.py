@@ -23,7 +23,7 @@ from torch import nn
 from halfstep.errors import ConfigError, PlanError
 from halfstep.formats import dtype_name, parse_dtype
 from halfstep.names import NORMALISATIONS, fqns
-from halfstep.policy.levels import Level, level_of
+from halfstep.policy.levels import LOW_DTYPES, Level, level_of
 from halfstep.policy.ops import Rule
 from halfstep.policy.policy import Policy, checked_edits
 from halfstep.policy.settings import Settings, checked_table
@@ -45,16 +45,18 @@ class PlanRule:
     written out may also be a buffer's ("head.center", "**.center"); the rule's dtype is then the buffer's.
     dtype: parameters and floating buffers are stored in it; None leaves them. A module in fp32 also computes
     in fp32, unless `rule`, `output` or `ops` say otherwise: its inputs are widened, its output not rounded.
+    One in fp64 computes in fp64 and gives out fp32, or what `output` says.
     rule: what the module's ops do: FULL runs them in fp32, LOW in the compute dtype, KEEP as given.
     ops: edits to the op table inside the module.
     required: False lets the rule match nothing; level defaults are such and yield to required equals.
     output: the dtype of the module's floating outputs. fp32 beside 16-bit weights: the products in it take
     16-bit inputs, add up in fp32 and give out fp32 (`Rule.FP32_OUT`), as a language model's head or a router
-    of experts wants. A 16-bit one for a module in fp32: its result is rounded at its edge.
+    of experts wants. A 16-bit one: its result is rounded at its edge.
     buffers: False leaves floating buffers out of `dtype`, as levels do.
     One rule holds for a module, whole: what it leaves unset stays as the module has it; with `output` alone
     weights are stored as they would be without it.
-    Raises PlanError for a pattern that cannot be read and for a rule that sets nothing.
+    Raises PlanError for a pattern that cannot be read, a dtype that no module computes in, and a rule that
+    sets nothing.
     """
 
     pattern: str
@@ -76,7 +78,7 @@ class PlanRule:
             )
         for name in ("dtype", "output"):
             if getattr(self, name) is not None:
-                object.__setattr__(self, name, parse_dtype(getattr(self, name)))
+                object.__setattr__(self, name, self._parsed(name))
         if self.rule is not None and self.rule not in _MODULE_RULES:
             given = f"given {self.rule!r:.60}"
             raise PlanError(
@@ -94,8 +96,23 @@ class PlanRule:
                 f"plan rule {self.pattern!r}: rule=FULL runs all ops of the module in fp32, so that ops= has "
                 "no effect: leave one of the two out"
             )
+        if self.dtype == torch.float64 and (self.ops or self.rule is not None):
+            raise PlanError(
+                f"plan rule {self.pattern!r}: a module in fp64 computes in fp64, so that rule= and ops= have "
+                "no effect: leave them out"
+            )
         if self.dtype is None and not self.buffers:
             raise PlanError(f"plan rule {self.pattern!r}: buffers=False without a dtype leaves nothing out")
+
+    def _parsed(self, name: str) -> torch.dtype:
+        dtype = parse_dtype(getattr(self, name))
+        fits = (torch.float32, *LOW_DTYPES, *((torch.float64,) if name == "dtype" else ()))
+        if dtype not in fits:
+            words = ", ".join(sorted(map(dtype_name, fits)))
+            raise PlanError(
+                f"plan rule {self.pattern!r}: {name}={dtype_name(dtype)}: expected one of {words}"
+            )
+        return dtype
 
     def _values(self) -> tuple[Any, ...]:
         before = (self.pattern, self.dtype, self.rule, self.reason)
@@ -113,8 +130,9 @@ class PlanRule:
 
     @property
     def computes(self) -> Rule | None:
-        """What the module's ops do: `rule`, FULL for one that is stored and given out in fp32, else None."""
+        """What the module's ops do: `rule`; FULL if stored in fp64, or stored and given out in fp32."""
         wide = self.dtype == torch.float32 and self.output in (None, torch.float32) and not self.ops
+        wide = wide or self.dtype == torch.float64
         return Rule.FULL if self.rule is None and wide else self.rule
 
     def rank(self, path: str, module: nn.Module) -> Rank | None:
@@ -235,6 +253,8 @@ class Plan:
             own = [(rank, rule) for rank, rule in ranks if rank is not None]
             matched.update(rule for _, rule in own)
             above = resolved.get(_nearest_above(path, resolved))
+            if above is not None and above.dtype == torch.float64:  # all of it, norms too
+                own = [(rank, rule) for rank, rule in own if rule.required]
             chosen = _closest(own, public[path], above)
             if (
                 chosen is not None

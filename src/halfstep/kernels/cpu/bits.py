@@ -59,6 +59,19 @@ def widest_vectors(typingctx):
 
 
 @intrinsic
+def for_few(typingctx):
+    """Compile the calling function on its own and short, which takes less time: for few elements."""
+
+    def codegen(context, builder, signature, args):
+        builder.function.attributes.add("noinline")
+        builder.function.attributes.add("optsize")
+        builder.function.attributes.add("minsize")
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
+@intrinsic
 def always_inline(typingctx):
     """Compile the calling function into its callers, however long it is: a call keeps a loop scalar."""
 
@@ -273,11 +286,23 @@ def lacking_fp16(x, h):
 # ---- random bits ----------------------------------------------------------------------------------------
 
 
+WEYL = 0x9E3779B1
+
+
 @compiled()
 def mix(x):
-    """Half of a hash: enough for dither, since the counter starts from a full hash of (seed, step, name)."""
+    """Half of a hash: enough for dither where a whole one has made the counter."""
     x = u32(u32(x ^ u32(x >> u32(16))) * u32(0x7FEB352D))
     return u32(x ^ u32(x >> u32(15)))
+
+
+@compiled()
+def word_of(panel, key):
+    """The hashed word of a panel of random bits; an element's are it, exclusive or WEYL times its lane."""
+    x = u32(u32(u32(panel) * u32(WEYL)) + key)
+    x = u32(u32(x ^ u32(x >> u32(16))) * u32(0x7FEB352D))
+    x = u32(u32(x ^ u32(x >> u32(15))) * u32(0x846CA68B))
+    return u32(x ^ u32(x >> u32(16)))
 
 
 # ---- 8-bit states ---------------------------------------------------------------------------------------
@@ -286,10 +311,9 @@ def mix(x):
 @compiled()
 def read_signed(code, exponent):
     """A signed code, E4M3 of the magnitude plus the smallest normal: 0 is zero, spacing is even near it."""
-    least = i32(i32(exponent - i32(15)) << i32(23))
-    magnitude = i32(i32(i32(code & i32(127)) << i32(20)) + least)
     sign = i32(i32(code & i32(128)) << i32(24))
-    return float_of(i32(bits_of(f32(float_of(magnitude) - float_of(least))) | sign))
+    least = i32(i32(i32(exponent - i32(15)) << i32(23)) | sign)
+    return f32(float_of(i32(i32(i32(code & i32(127)) << i32(20)) + least)) - float_of(least))
 
 
 @compiled()
@@ -299,8 +323,13 @@ def read_unsigned(code, exponent):
 
 
 @compiled()
+def nan_to_inf(value):
+    return pick(value != value, INF_BITS, bits_of(value))
+
+
+@compiled()
 def write_signed(value, exponent, random):
-    b = bits_of(value)
+    b = nan_to_inf(value)
     least = i32(i32(exponent - i32(15)) << i32(23))
     raised = bits_of(f32(float_of(i32(b & MASK)) + float_of(least)))
     dither = i32(i32(random & u32(0xFFFF)) << i32(4))
@@ -310,7 +339,7 @@ def write_signed(value, exponent, random):
 
 @compiled()
 def write_unsigned(value, exponent, random):
-    magnitude = i32(bits_of(value) & MASK)
+    magnitude = i32(nan_to_inf(value) & MASK)
     dither = i32(random >> u32(16))
     offset = i32(i32(exponent - i32(31)) << i32(3))
     code = i32(i32(i32(magnitude + i32(dither << i32(4))) >> i32(20)) - offset)
@@ -320,4 +349,5 @@ def write_unsigned(value, exponent, random):
 @compiled()
 def exponent_for(bound):
     """The block exponent under which values up to `bound` fit, rounding up included."""
-    return max(i32(L.LEAST_EXPONENT), i32(i32(i32(bits_of(bound) >> i32(20)) + i32(1)) >> i32(3)))
+    exponent = i32(i32(i32(bits_of(bound) >> i32(20)) + i32(1)) >> i32(3))
+    return max(i32(L.LEAST_EXPONENT), min(exponent, i32(255)))

@@ -17,8 +17,8 @@ from numba import carray
 from numba.extending import overload
 
 from halfstep.kernels import codes as L
+from halfstep.kernels.cpu import algorithms, streams, vectors
 from halfstep.kernels.cpu import bits as _numba_bits
-from halfstep.kernels.cpu import streams
 from halfstep.kernels.cpu import update as _numba_kernels
 from halfstep.kernels.cpu.bits import (
     INF_BITS,
@@ -48,7 +48,8 @@ REBIASED = 2.0 ** (1023 - 127)  # an exponent of bf16 in the place of a float64'
 # make a zero 2^-127, which a sum of such squares does not feel.
 LIFTED, SCALE, CLEAR = 0x300 << 52, 2.0**128, (127 - 32) << 7
 # The disk cache looks at this file only: the sources of what the kernels call belong to the key.
-SOURCES = tuple(Path(str(m.__file__)).stat().st_mtime_ns for m in (_numba_bits, _numba_kernels, streams))
+MODULES = algorithms, _numba_bits, streams, _numba_kernels, vectors
+SOURCES = tuple(Path(str(module.__file__)).stat().st_mtime_ns for module in MODULES)
 
 
 def look_wide_bf16(source, n):
@@ -146,8 +147,9 @@ def _update_of(algorithm, weight, grad, state, look, first, last, items, table, 
                     n = min(n, width - column)
                 w, x, g = row[0] + wide_w * j, row[1] + wide_x * j, row[2] + wide_g * j
                 m, v = row[3] + wide_m * j, row[4] + wide_v * j
-                exponents = (i32(0), i32(0), i32(0), i32(0))
+                exponents, place = (i32(0), i32(0), i32(0), i32(0)), j + (key >> 32)
                 if blocks:
+                    place = L.BLOCK * block
                     exponents = exponents_of(m, v, row[8], row[9], block, n, largest(w, x, g, n, s), s)
                     column = column + n if column + n < width else 0
                     block += 1
@@ -155,7 +157,7 @@ def _update_of(algorithm, weight, grad, state, look, first, last, items, table, 
                     squared, bits = seen(g, n)
                     total += squared
                     top = max(top, bits)
-                bad = i32(bad | update(n, w, x, g, m, v, s, exponents, u32(key), j))
+                bad = i32(bad | update(n, w, x, g, m, v, s, exponents, u32(key), place))
                 j += n
             found[0, k], found[1, k], found[2, k] = total, float_of(top), bad
 
@@ -168,8 +170,8 @@ def updater(algorithm: int, weight: int, grad: int, state: int, look: bool) -> A
     """The update of work items first..last: items (parameter, start, count), one address column a parameter.
 
     Lines of the address table: weight, master or lacking bits, gradient, first and second state, step count;
-    where a step rounds at random its key; for 8-bit states the length of a row, which no block crosses, and
-    the exponents of both.
+    where a step rounds at random its key (from bit 32 on where in a panel the part of a tensor begins); for
+    8-bit states the length of a row, which no block crosses, and the exponents of both.
     `scalars` has a row for each parameter, or one for all. Each item's column of `found` gets what `measurer`
     finds (with `look`, by turns with the update; else zeros), and whether a weight left its master's range.
     """

@@ -8,6 +8,7 @@ from halfstep.kernels import codes as L
 from halfstep.kernels.cpu.bits import (
     INF_BITS,
     MASK,
+    WEYL,
     bf16_away,
     bf16_even,
     bf16_random,
@@ -187,7 +188,7 @@ def bf16_none_out(w, random, key):
 
 @compiled()
 def bf16_stochastic_out(w, random, key):
-    return bf16_random(w, mix(u32(u32(random * u32(0x9E3779B1)) + key))), i16(0), i32(0)
+    return bf16_random(w, mix(u32(u32(random * u32(WEYL)) + key))), i16(0), i32(0)
 
 
 @compiled()

@@ -1,31 +1,32 @@
 # Numba infers types: parameters have none, and its intrinsics are called without their first argument.
 # pyright: reportMissingParameterType=false, reportUnknownParameterType=false, reportCallIssue=false
-"""CPU kernels: the one-pass update of a run of elements as Numba loops, equal to reference.py.
+"""CPU kernels: the one-pass update of a run of elements, equal to reference.py.
 
-The update handles elements in pairs, 32 at a time, and prefetches: whole cache lines of every stream are then
-read and written at once, and 16-bit values are unpacked by a shift and a mask (measured: 13 % and more of the
-time). No fast-math in the update: reassociation and fused multiply-add would break equality with the
-reference.
+By explicit vectors (`vectors.py`) where they know the formats; else by Numba loops over pairs, 32 elements at
+a time: whole cache lines of every stream are then read and written at once, and 16-bit values are unpacked by
+a shift and a mask. Both prefetch. What is left over is done singly. No fast-math in the update: reassociation
+and fused multiply-add would break equality with the reference.
 """
 
-import math
 from functools import cache
 from typing import Any
 
 from halfstep.kernels import codes as L
+from halfstep.kernels.cpu.algorithms import advance
 from halfstep.kernels.cpu.bits import (
     MASK,
+    WEYL,
     always_inline,
     bits_of,
     compiled,
     exponent_for,
     f32,
     float_of,
+    for_few,
     from_bf16,
     from_fp16,
     i16,
     i32,
-    mix,
     peek_i16,
     peek_i32,
     peek_u8,
@@ -36,6 +37,7 @@ from halfstep.kernels.cpu.bits import (
     u8,
     u32,
     widest_vectors,
+    word_of,
 )
 from halfstep.kernels.cpu.streams import (
     GET,
@@ -52,66 +54,7 @@ from halfstep.kernels.cpu.streams import (
     moments_of,
     widths,
 )
-
-# ---- algorithms: algorithms.py in scalars ------------------------------------------------------------------
-
-
-@compiled()
-def moments_change(g, m, v, s):
-    m = m + (g - m) * s[2]
-    v = v * s[3] + (g * g) * s[4]
-    return s[7] * (m / (f32(math.sqrt(v)) * s[5] + s[6])), m, v
-
-
-@compiled()
-def adamw(w, g, m, v, s):
-    w = w * s[1]
-    change, m, v = moments_change(g, m, v, s)
-    return w - change, m, v
-
-
-@compiled()
-def adam(w, g, m, v, s):
-    change, m, v = moments_change(g + s[1] * w, m, v, s)
-    return w - change, m, v
-
-
-@compiled()
-def lion(w, g, m, v, s):
-    w = w * s[1]
-    u = m * s[2] + g * s[3]
-    positive = s[6] if u > f32(0) else f32(0)
-    change = -s[6] if u < f32(0) else positive
-    return w - change, m * s[4] + g * s[5], v
-
-
-@compiled()
-def sgd(w, g, m, v, s):
-    return w - s[4] * (g + s[1] * w), m, v
-
-
-@compiled()
-def sgd_momentum(w, g, m, v, s):
-    m = m * s[2] + (g + s[1] * w) * s[3]
-    return w - s[4] * m, m, v
-
-
-@compiled()
-def sgd_nesterov(w, g, m, v, s):
-    g = g + s[1] * w
-    m = m * s[2] + g * s[3]
-    return w - s[4] * (g + m * s[5]), m, v
-
-
-ALGORITHMS = {
-    L.ADAMW: adamw,
-    L.ADAM: adam,
-    L.LION: lion,
-    L.SGD: sgd,
-    L.SGD_MOMENTUM: sgd_momentum,
-    L.SGD_NESTEROV: sgd_nesterov,
-}
-
+from halfstep.kernels.cpu.vectors import fits, panel
 
 # ---- the update -----------------------------------------------------------------------------------------
 
@@ -134,14 +77,13 @@ def element(algorithm: int, weight: int, grad: int, state: int) -> Any:
     m_out, v_out = STATE_OUT[state][0], STATE_OUT[state][1] if moments > 1 else fp32_out
     if moments == 0:
         m_in, m_out = first_of, fp32_out
-    advance = ALGORITHMS[algorithm]
+    move = advance(algorithm)
 
-    def one(h, x, g, m, v, s, exponents, counter, key):
+    def one(h, x, g, m, v, s, exponents, random, key):
         always_inline()
-        w, m, v = advance(
+        w, m, v = move(
             weight_in(h, x), grad_in(g) * s[0], m_in(m, exponents[0]), v_in(v, exponents[1]), s
         )  # fmt: skip
-        random = mix(counter)
         h, x, bad = weight_out(w, random, key)
         return h, x, m_out(m, exponents[2], random), v_out(v, exponents[3], random), bad
 
@@ -149,75 +91,45 @@ def element(algorithm: int, weight: int, grad: int, state: int) -> Any:
 
 
 AHEAD = 256  # elements between the one worked on and the one asked for from memory
-PAIRS = 16  # pairs in a panel: a cache line of 16-bit values
-WEYL = 0x9E3779B1
+PAIRS = 16  # pairs at a time: a cache line of 16-bit values
 
 
 @cache
 def asker(*wide: int) -> Any:
-    """Prefetch the five streams' lines of the panel that comes `AHEAD` elements later."""
-    w_, x_, g_, m_, v_ = wide
+    """Prefetch the five streams' lines of so many elements that come `AHEAD` later."""
+    count, w_, x_, g_, m_, v_ = wide
 
     def ask(w, x, g, m, v, j):
-        for q in range(0, 2 * PAIRS * w_, 64):
+        for q in range(0, count * w_, 64):
             prefetch(w + w_ * (j + AHEAD) + q)
-        for q in range(0, 2 * PAIRS * x_, 64):
+        for q in range(0, count * x_, 64):
             prefetch(x + x_ * (j + AHEAD) + q)
-        for q in range(0, 2 * PAIRS * g_, 64):
+        for q in range(0, count * g_, 64):
             prefetch(g + g_ * (j + AHEAD) + q)
-        for q in range(0, 2 * PAIRS * m_, 64):
+        for q in range(0, count * m_, 64):
             prefetch(m + m_ * (j + AHEAD) + q)
-        for q in range(0, 2 * PAIRS * v_, 64):
+        for q in range(0, count * v_, 64):
             prefetch(v + v_ * (j + AHEAD) + q)
 
     return compiled(name=f"ask_{wide}")(ask)
 
 
 @cache
-def core(algorithm: int, weight: int, grad: int, state: int) -> Any:
-    """The update of `n` elements that start at the five addresses: panels of pairs, then the rest singly.
-
-    8-bit states are read under the blocks' exponents[0:2] and written under exponents[2:4]. Returns whether a
-    weight left its master's range.
-    """
-    name = f"core_{algorithm}_{weight}_{grad}_{state}"
+def singles(algorithm: int, weight: int, grad: int, state: int) -> Any:
+    """The update of elements first..last, one at a time, as `core` counts and places them."""
     one = element(algorithm, weight, grad, state)
     wide = widths(algorithm, weight, grad, state)
-    if not {1, 2} & set(wide):
-        return fp32_core(name, one, wide)
-    ask = asker(*wide)
-    pair_w, pair_x, pair_g, pair_m, pair_v = (PAIR[n] for n in wide)
-    put_w, put_x, _, put_m, put_v = (PUT_PAIR[n] for n in wide)
     get_w, get_x, get_g, get_m, get_v = (GET[n] for n in wide)
     set_w, set_x, _, set_m, set_v = (PUT[n] for n in wide)
 
-    def run(n, w, x, g, m, v, s, exponents, key, start):
-        widest_vectors()
+    def run(first, last, w, x, g, m, v, s, exponents, key, place):
+        for_few()
         bad = i32(0)
-        counter = u32(u32(u32(start) * u32(WEYL)) + key)
-        whole = n - n % (2 * PAIRS)
-        for j in range(0, whole, 2 * PAIRS):
-            ask(w, x, g, m, v, j)
-            for i in range(j // 2, j // 2 + PAIRS):
-                h0, h1 = pair_w(w, i)
-                x0, x1 = pair_x(x, i)
-                g0, g1 = pair_g(g, i)
-                m0, m1 = pair_m(m, i)
-                v0, v1 = pair_v(v, i)
-                h0, x0, m0, v0, bad0 = one(h0, x0, g0, m0, v0, s, exponents, counter, key)
-                counter = u32(counter + u32(WEYL))
-                h1, x1, m1, v1, bad1 = one(h1, x1, g1, m1, v1, s, exponents, counter, key)
-                counter = u32(counter + u32(WEYL))
-                bad = i32(bad | i32(bad0 | bad1))
-                put_w(w, i, h0, h1)
-                put_x(x, i, x0, x1)
-                put_m(m, i, m0, m1)
-                put_v(v, i, v0, v1)
-        for i in range(whole, n):
-            h0, x0, m0, v0, bad0 = one(
-                get_w(w, i), get_x(x, i), get_g(g, i), get_m(m, i), get_v(v, i), s, exponents, counter, key
-            )
-            counter = u32(counter + u32(WEYL))
+        for i in range(first, last):
+            h0, x0, g0, m0, v0 = get_w(w, i), get_x(x, i), get_g(g, i), get_m(m, i), get_v(v, i)
+            at = place + i
+            random = u32(u32(u32(at % L.PANEL) * u32(WEYL)) ^ word_of(at // L.PANEL, key))
+            h0, x0, m0, v0, bad0 = one(h0, x0, g0, m0, v0, s, exponents, random, key)
             bad = i32(bad | bad0)
             set_w(w, i, h0)
             set_x(x, i, x0)
@@ -225,7 +137,92 @@ def core(algorithm: int, weight: int, grad: int, state: int) -> Any:
             set_v(v, i, v0)
         return bad
 
-    return compiled(name=name)(run)
+    return compiled(name=f"singles_{algorithm}_{weight}_{grad}_{state}")(run)
+
+
+@cache
+def core(algorithm: int, weight: int, grad: int, state: int) -> Any:
+    """The update of `n` elements that start at the five addresses: whole panels swiftly, others singly.
+
+    `place` is where random bits have the first of them, `key` that of the parameter. 8-bit states are read
+    under the blocks' exponents[0:2] and written under exponents[2:4]. Returns whether a weight left its
+    master's range.
+    """
+    kind = algorithm, weight, grad, state
+    name = "_".join(map(str, kind))
+    if not {1, 2} & set(widths(*kind)):
+        return fp32_core(f"core_{name}", element(*kind), widths(*kind))
+    swiftly = in_vectors(name, kind) if fits(weight, grad, state) else in_pairs(name, kind)
+    singly = singles(*kind)
+
+    def run(n, w, x, g, m, v, s, exponents, key, place):
+        bad, j, end = i32(0), 0, min(n, -place % L.PANEL)
+        while j < n:
+            if end > j:
+                bad = i32(bad | singly(j, end, w, x, g, m, v, s, exponents, key, place))
+            j, more = swiftly(end, n - L.PANEL, w, x, g, m, v, s, exponents, key, place)
+            bad, end = i32(bad | more), min(n, j + L.PANEL - (place + j) % L.PANEL)
+        return bad
+
+    return compiled(name=f"core_{name}")(run)
+
+
+def in_vectors(name: str, kind: tuple[int, int, int, int]) -> Any:
+    """Panels that begin at elements first..last, up to one whose results are not all finite: its element."""
+    one, wide = panel(*kind), widths(*kind)
+    ask = asker(L.PANEL, *wide)
+    w_, x_, g_, m_, v_ = wide
+
+    def run(first, last, w, x, g, m, v, s, exponents, key, place):
+        widest_vectors()
+        j = first
+        while j <= last:
+            ask(w, x, g, m, v, j)
+            word = word_of((place + j) // L.PANEL, key)
+            done = one(w + w_ * j, x + x_ * j, g + g_ * j, m + m_ * j, v + v_ * j, s, exponents, word)
+            j += done
+            if done < L.PANEL:
+                break
+        return j, i32(0)
+
+    return compiled(name=f"vectors_{name}")(run)
+
+
+def in_pairs(name: str, kind: tuple[int, int, int, int]) -> Any:
+    """Panels that begin at elements first..last: where they end, and whether a weight left its range."""
+    one, wide = element(*kind), widths(*kind)
+    ask = asker(2 * PAIRS, *wide)
+    w_, x_, g_, m_, v_ = wide
+    pair_w, pair_x, pair_g, pair_m, pair_v = (PAIR[n] for n in wide)
+    put_w, put_x, _, put_m, put_v = (PUT_PAIR[n] for n in wide)
+
+    def run(first, last, w, x, g, m, v, s, exponents, key, place):
+        widest_vectors()
+        bad = i32(0)
+        count = max(last - first + L.PANEL, 0) // L.PANEL * L.PANEL
+        w, x, g, m, v = w + w_ * first, x + x_ * first, g + g_ * first, m + m_ * first, v + v_ * first
+        for j in range(0, count, 2 * PAIRS):
+            at = place + first + j
+            word, lane = word_of(at // L.PANEL, key), u32(u32(at % L.PANEL) * u32(WEYL))
+            ask(w, x, g, m, v, j)
+            for i in range(j // 2, j // 2 + PAIRS):
+                h0, h1 = pair_w(w, i)
+                x0, x1 = pair_x(x, i)
+                g0, g1 = pair_g(g, i)
+                m0, m1 = pair_m(m, i)
+                v0, v1 = pair_v(v, i)
+                h0, x0, m0, v0, bad0 = one(h0, x0, g0, m0, v0, s, exponents, u32(lane ^ word), key)
+                lane = u32(lane + u32(WEYL))
+                h1, x1, m1, v1, bad1 = one(h1, x1, g1, m1, v1, s, exponents, u32(lane ^ word), key)
+                lane = u32(lane + u32(WEYL))
+                bad = i32(bad | i32(bad0 | bad1))
+                put_w(w, i, h0, h1)
+                put_x(x, i, x0, x1)
+                put_m(m, i, m0, m1)
+                put_v(v, i, v0, v1)
+        return first + count, bad
+
+    return compiled(name=f"pairs_{name}")(run)
 
 
 def fp32_core(name: str, one: Any, wide: tuple[int, ...]) -> Any:
@@ -233,7 +230,7 @@ def fp32_core(name: str, one: Any, wide: tuple[int, ...]) -> Any:
     get_w, get_x, get_g, get_m, get_v = (GET[n] for n in wide)
     set_w, set_x, _, set_m, set_v = (PUT[n] for n in wide)
 
-    def run(n, w, x, g, m, v, s, exponents, key, start):
+    def run(n, w, x, g, m, v, s, exponents, key, place):
         for i in range(n):
             h, x0, m0, v0, _ = one(
                 get_w(w, i), get_x(x, i), get_g(g, i), get_m(m, i), get_v(v, i), s, exponents, u32(0), key

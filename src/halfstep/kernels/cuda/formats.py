@@ -18,7 +18,7 @@ FP16_EXACT, FP16_MASTER = tl.constexpr(L.FP16_EXACT), tl.constexpr(L.FP16_MASTER
 FP16_NONE = tl.constexpr(L.FP16_NONE)
 BF16, FP16 = tl.constexpr(L.BF16), tl.constexpr(L.FP16)
 STATE_FP32, STATE_BF16 = tl.constexpr(L.STATE_FP32), tl.constexpr(L.STATE_BF16)
-LEAST_EXPONENT = tl.constexpr(L.LEAST_EXPONENT)
+LEAST_EXPONENT, PANEL = tl.constexpr(L.LEAST_EXPONENT), tl.constexpr(L.PANEL)
 
 MASK = tl.constexpr(0x7FFFFFFF)
 INF = tl.constexpr(0x7F800000)
@@ -70,6 +70,12 @@ def scramble(x):
     x = times(x ^ (x >> 16), word(0x7FEB352D))
     x = times(x ^ (x >> 15), word(0x846CA68B))
     return x ^ (x >> 16)
+
+
+@triton.jit
+def random_bits(place, key):
+    lane = times((place % PANEL).to(tl.uint32), word(WEYL))
+    return lane ^ scramble(plus(times((place // PANEL).to(tl.uint32), word(WEYL)), key))
 
 
 # ---- 16-bit formats: the 16 bits travel as int16 for bf16, as float16 for fp16 ---------------------------
@@ -150,9 +156,8 @@ def lacking_fp16(x, h):
 
 @triton.jit
 def read_signed(code, exponent):
-    least = (exponent - 15) << 23
-    size = float_of(((code & 127) << 20) + least) - float_of(least)
-    return float_of(bits_of(size) | ((code & 128) << 24))
+    least = ((exponent - 15) << 23) | ((code & 128) << 24)
+    return float_of(plus((code & 127) << 20, least)) - float_of(least)
 
 
 @triton.jit
@@ -161,8 +166,13 @@ def read_unsigned(code, exponent):
 
 
 @triton.jit
+def nan_to_inf(x):
+    return tl.where((bits_of(x) & MASK) > INF, INF, bits_of(x))
+
+
+@triton.jit
 def write_signed(x, exponent, random):
-    b = bits_of(x)
+    b = nan_to_inf(x)
     least = (exponent - 15) << 23
     raised = bits_of(float_of(b & MASK) + float_of(least))
     chance = (random & 0xFFFF).to(tl.int32) << 4
@@ -173,13 +183,13 @@ def write_signed(x, exponent, random):
 @triton.jit
 def write_unsigned(x, exponent, random):
     chance = (random >> 16).to(tl.int32) << 4
-    code = (plus(bits_of(x) & MASK, chance) >> 20) - ((exponent - 31) << 3)
+    code = (plus(nan_to_inf(x) & MASK, chance) >> 20) - ((exponent - 31) << 3)
     return tl.minimum(tl.maximum(code, 0), 255).to(tl.uint8)
 
 
 @triton.jit
 def exponent_for(bound):
-    return tl.maximum(((bits_of(bound) >> 20) + 1) >> 3, LEAST_EXPONENT)
+    return tl.maximum(tl.minimum(((bits_of(bound) >> 20) + 1) >> 3, 255), LEAST_EXPONENT)
 
 
 @triton.jit

@@ -32,6 +32,7 @@ from halfstep.kernels.cuda.formats import (
     peak_of,
     place,
     plus,
+    random_bits,
     read,
     read_grad,
     read_signed,
@@ -204,7 +205,7 @@ def step_tile(
     m, v = g, g
     random = lane
     if (STATE != STATE_FP32 and MOMENTS > 0) or KIND == BF16_STOCHASTIC:
-        random = dither(plus(times((start + lane).to(tl.uint32), word(WEYL)), key))
+        random = random_bits(lane + (block * BLOCK if STATE == STATE_8BIT else start), key)
     m_new, v_new = 0, 0
     if STATE == STATE_8BIT:
         m_exponent = (tl.load(row + 4) + block).to(tl.pointer_type(tl.uint8))
