@@ -161,7 +161,7 @@ def core(algorithm: int, weight: int, grad: int, state: int) -> Any:
             if end > j:
                 bad = i32(bad | singly(j, end, w, x, g, m, v, s, exponents, key, place))
             j, more = swiftly(end, n - L.PANEL, w, x, g, m, v, s, exponents, key, place)
-            bad, end = i32(bad | more), min(n, j + L.PANEL)
+            bad, end = i32(bad | more), min(n, j + L.PANEL - (place + j) % L.PANEL)
         return bad
 
     return compiled(name=f"core_{name}")(run)
@@ -179,9 +179,10 @@ def in_vectors(name: str, kind: tuple[int, int, int, int]) -> Any:
         while j <= last:
             ask(w, x, g, m, v, j)
             word = word_of((place + j) // L.PANEL, key)
-            if one(w + w_ * j, x + x_ * j, g + g_ * j, m + m_ * j, v + v_ * j, s, exponents, word):
+            done = one(w + w_ * j, x + x_ * j, g + g_ * j, m + m_ * j, v + v_ * j, s, exponents, word)
+            j += done
+            if done < L.PANEL:
                 break
-            j += L.PANEL
         return j, i32(0)
 
     return compiled(name=f"vectors_{name}")(run)

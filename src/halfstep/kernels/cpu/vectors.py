@@ -7,8 +7,8 @@ joined, split and coded 32 to a vector, and only arithmetic is done 16 to a vect
 into what the processor has. Shuffles stay inside of 16 bytes, where they take one instruction: so the two
 vectors of 16 that belong to one of 32 hold its elements in the order of `LANES`.
 
-Results are written where all of them are finite; else nothing is, and the caller does the panel singly. So no
-number that is written here was a NaN.
+Results are written where all 32 are finite; else none is, and the caller does them singly. So no number that
+is written here was a NaN.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,6 +17,7 @@ from typing import Any, cast
 
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 from halfstep.kernels import codes as L
@@ -24,14 +25,13 @@ from halfstep.kernels.cpu.algorithms import ALGORITHMS, Value
 from halfstep.kernels.cpu.bits import WEYL
 
 I8, I16, I32, I64 = (ir.IntType(n) for n in (8, 16, 32, 64))
-BYTES, WORDS, INTS = ir.VectorType(I8, 64), ir.VectorType(I16, 32), ir.VectorType(I32, 16)
+BYTES, WORDS, INTS = ir.VectorType(I8, 32), ir.VectorType(I16, 32), ir.VectorType(I32, 16)
 FLOATS = ir.VectorType(ir.FloatType(), 16)
 # Elements 4s to 4s+3 of each 8, s = 0 or 1, of two vectors of 32: a low and a high half of every float.
 UNPACK = [[k for e in range(4 * s, 32, 8) for i in range(e, e + 4) for k in (i, 32 + i)] for s in (0, 1)]
 LANES = [[e + i for e in range(4 * s, 32, 8) for i in range(4)] for s in (0, 1)]
 # The low (h = 0) or high halves of two vectors of floats, in the order of elements.
 PACK = [[32 * (i % 8 // 4) + 2 * (i // 8 * 4 + i % 4) + h for i in range(32)] for h in (0, 1)]
-LOW_BYTES = list(range(0, 128, 2))
 SIGN, TOO_LARGE = 0x80000000, 0x7F80
 
 
@@ -111,8 +111,7 @@ class Panel:
         self.word = args[7]
         self.coded = self.state == L.STATE_8BIT
         self.count = 2 if self.algorithm in (L.ADAMW, L.ADAM) else 0 if self.algorithm == L.SGD else 1
-        self.codes = [self.e.load(BYTES, a) for a in self.moments[: self.count]] if self.coded else []
-        self.zeros, self.none = self.e.constant(WORDS, 0), self.e.constant(BYTES, 0)
+        self.zeros = self.e.constant(WORDS, 0)
 
     def least(self, index: int, when: int, kind: Any) -> Any:
         """The smallest number of a moment's codes, old (`when` 0) or new (1): its bits, or upper ones."""
@@ -159,12 +158,11 @@ class Panel:
         b, e = self.b, self.e
         if not self.coded:
             return self.widened(e.load(WORDS, self.moments[index], 64 * half))
-        order = [k for i in range(32 * half, 32 * half + 32) for k in (64, i)]
-        upper = e.words(e.shuffle(self.codes[index], self.none, order))  # codes in the upper bytes
-        least = self.least(index, 0, WORDS)
+        codes, least = e.load(BYTES, self.moments[index], 32 * half), self.least(index, 0, WORDS)
+        upper = b.shl(b.zext(codes, WORDS) if index else b.sext(codes, WORDS), e.constant(WORDS, 4))
         if index:
-            return self.widened(b.add(b.lshr(upper, e.constant(WORDS, 4)), least))
-        size = b.and_(b.ashr(upper, e.constant(WORDS, 4)), e.constant(WORDS, 0x87F0))
+            return self.widened(b.add(upper, least))
+        size = b.and_(upper, e.constant(WORDS, 0x87F0))
         raised, least = self.widened(b.add(size, least)), self.least(index, 0, INTS)
         return [b.fsub(x, self.with_sign_of(x, least)) for x in raised]
 
@@ -175,7 +173,7 @@ class Panel:
         return self.e.shuffle(*map(self.e.words, floats), PACK[h])
 
     def stored(self, index: int, half: int, new: Sequence[Any]) -> Any:
-        """`write_signed` and `write_unsigned`, each code in a word; or random rounding to bf16."""
+        """`write_signed` and `write_unsigned`, or random rounding to bf16."""
         b, e = self.b, self.e
         if self.coded and not index:
             least = self.least(0, 1, INTS)
@@ -189,50 +187,40 @@ class Panel:
         least, four = self.least(index, 1, WORDS), e.constant(WORDS, 4)
         if index:
             code = b.lshr(e.call("usub.sat", words, least), four)
-            return e.call("umin", code, e.constant(WORDS, 255))
+            return b.trunc(e.call("umin", code, e.constant(WORDS, 255)), BYTES)
         words = b.sub(words, least)
         code = e.call("umin", b.and_(words, e.constant(WORDS, 0x7FFF)), e.constant(WORDS, 0x7FF))
         sign = b.and_(b.lshr(words, e.constant(WORDS, 8)), e.constant(WORDS, 0x80))
-        return b.or_(b.lshr(code, four), sign)
+        return b.trunc(b.or_(b.lshr(code, four), sign), BYTES)
 
     def emit(self) -> Any:
-        """All of it; true where a result is not finite, and nothing was written."""
+        """All of it, or its first half, or nothing, up to a result that is not finite: elements done."""
+        done = cgutils.alloca_once_value(self.b, I64(0))
+        self.emit_half(0, done)
+        return self.b.load(done)
+
+    def emit_half(self, half: int, done: Any) -> None:
+        """32 elements, and then the others."""
         b, e = self.b, self.e
         self.sizes: list[Any] = []
-        self.flags: list[Any] = []
-        writes: list[tuple[Any, Any, int]] = []
-        states: list[list[Any]] = [[], []]
-        for half in (0, 1):
-            olds = [
-                self.gradients(half),
-                self.weights(half),
-                *(self.moment(i, half) for i in range(self.count)),
-            ]
-            weight, *moments = self.moved(*olds)
-            for index in range(self.count):
-                states[index].append(self.stored(index, half, moments[index]))
-            if self.count == 1:
-                self.flags += [self.is_large(x) for x in moments[0]]
-            high, low = (self.packed(weight, h) for h in (1, 0))
-            self.sizes.append(b.and_(high, e.constant(WORDS, 0x7FFF)))
-            high = b.sub(high, b.ashr(low, e.constant(WORDS, 15)))
-            writes += [(high, self.weight, 64 * half), (low, self.lacking, 64 * half)]
-        for index in range(self.count):
-            if self.coded:
-                codes = [b.bitcast(x, BYTES) for x in states[index]]
-                writes.append((e.shuffle(*codes, LOW_BYTES), self.moments[index], 0))
-            else:
-                writes += [(x, self.moments[index], 64 * half) for half, x in enumerate(states[index])]
-        largest = self.sizes[0]
-        for words in self.sizes[1:]:
+        moments = (self.moment(index, half) for index in range(self.count))
+        weights, *new = self.moved(self.gradients(half), self.weights(half), *moments)
+        states = [self.stored(index, half, x) for index, x in enumerate(new)]
+        high, low = (self.packed(weights, h) for h in (1, 0))
+        largest = b.and_(high, e.constant(WORDS, 0x7FFF))
+        for words in self.sizes:
             largest = e.call("umax", largest, words)
         large = self.any_of(b.icmp_unsigned(">=", largest, e.constant(WORDS, TOO_LARGE)))
-        for flag in self.flags:
-            large = b.or_(large, flag)
+        for x in new[0] if self.count == 1 else ():
+            large = b.or_(large, self.is_large(x))
         with b.if_then(b.not_(large), likely=True):
-            for write in writes:
-                e.store(*write)
-        return large
+            e.store(b.sub(high, b.ashr(low, e.constant(WORDS, 15))), self.weight, 64 * half)
+            e.store(low, self.lacking, 64 * half)
+            for address, x in zip(self.moments, states):
+                e.store(x, address, (32 if self.coded else 64) * half)
+            b.store(I64(32 * half + 32), done)
+            if not half:
+                self.emit_half(1, done)
 
     def moved(self, *old: Any) -> list[Any]:
         """New weights and moments of two vectors of gradients, weights and moments."""
@@ -256,10 +244,10 @@ class Panel:
 
 
 @cache
-def panel(algorithm: int, weight: int, grad: int, state: int) -> Callable[..., bool]:
+def panel(algorithm: int, weight: int, grad: int, state: int) -> Callable[..., int]:
     """Update 64 elements, by the addresses of their five streams, scalars, exponents and random word.
 
-    True where a result is not finite: then nothing was written.
+    Returns how many were done: up to 32 with a result that is not finite, of which none was written.
     """
     kind = algorithm, weight, grad, state
 
@@ -268,6 +256,6 @@ def panel(algorithm: int, weight: int, grad: int, state: int) -> Callable[..., b
         def codegen(context, builder, signature, args):
             return Panel(builder, kind, args).emit()
 
-        return types.boolean(w, x, g, m, v, s, exponents, word), codegen
+        return types.int64(w, x, g, m, v, s, exponents, word), codegen
 
     return go
