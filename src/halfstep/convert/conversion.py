@@ -187,10 +187,11 @@ class Conversion:
                 "torch.no_grad() as it is, or load hs.optim.fp32_state_dict(model, optimizer), each value's "
                 "full_tensor(), into an fp32 model"
             )
-        stand_ins = {id(tensor): stand_in(tensor, dtype) for tensor, dtype in self._before}
+        before = {id(tensor): dtype for tensor, dtype in self._before}
         modules = [*self.model.modules()]
         stores: list[dict[str, Any]] = [cast(Any, s) for m in modules for s in (m._parameters, m._buffers)]
-        places = [(store, key, t) for store in stores for key, t in store.items() if id(t) in stand_ins]
+        places = [(store, key, t) for store in stores for key, t in store.items() if id(t) in before]
+        stand_ins = {id(t): stand_in(t, before[id(t)]) for *_, t in places}
         was_on, self._power.on = self._power.on, False
         try:
             for store, key, tensor in places:

@@ -108,6 +108,8 @@ def restore(
         value = master_value(name, saved, p, present, alone=kind in (L.PLAIN, *storage.EXACT))
     value = None if dry else value
     weight = None if value is None else p.detach().clone()
+    if value is not None and kind in storage.WITH_MASTER and value is not saved.get("master"):
+        state["master"] = value  # which has its memory then
     try:
         own = like if weight is None else weight
         if trains:
