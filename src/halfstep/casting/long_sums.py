@@ -441,10 +441,13 @@ class SparseRows(Rows):
     @not_compiled
     def backward(ctx: Any, *grad_outputs: Tensor) -> Grads:
         """`table.shape`, of which the rows that were used are stored."""
-        (index,) = ctx.saved_tensors
-        kept = index != ctx.padding
-        used, place = torch.unique(index[kept].to(torch.int64), return_inverse=True)
-        sums = sum_rows(grad_outputs[0][kept], place, len(used))
+        index = ctx.saved_tensors[0].reshape(-1)
+        rows = grad_outputs[0].reshape(len(index), *ctx.shape[1:])
+        if ctx.padding >= 0:
+            kept = index != ctx.padding
+            index, rows = index[kept], rows[kept]
+        used, place = torch.unique(index.to(torch.int64), return_inverse=True)
+        sums = sum_rows(rows, place, len(used))
         return _sparse_gradient(used, sums, ctx.shape), None, None, None, None
 
 

@@ -59,19 +59,6 @@ def widest_vectors(typingctx):
 
 
 @intrinsic
-def for_few(typingctx):
-    """Compile the calling function on its own and short, which takes less time: for few elements."""
-
-    def codegen(context, builder, signature, args):
-        builder.function.attributes.add("noinline")
-        builder.function.attributes.add("optsize")
-        builder.function.attributes.add("minsize")
-        return context.get_dummy_value()
-
-    return types.void(), codegen
-
-
-@intrinsic
 def always_inline(typingctx):
     """Compile the calling function into its callers, however long it is: a call keeps a loop scalar."""
 

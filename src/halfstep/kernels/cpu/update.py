@@ -22,7 +22,6 @@ from halfstep.kernels.cpu.bits import (
     exponent_for,
     f32,
     float_of,
-    for_few,
     from_bf16,
     from_fp16,
     i16,
@@ -123,7 +122,7 @@ def singles(algorithm: int, weight: int, grad: int, state: int) -> Any:
     set_w, set_x, _, set_m, set_v = (PUT[n] for n in wide)
 
     def run(first, last, w, x, g, m, v, s, exponents, key, place):
-        for_few()
+        widest_vectors()
         bad = i32(0)
         for i in range(first, last):
             h0, x0, g0, m0, v0 = get_w(w, i), get_x(x, i), get_g(g, i), get_m(m, i), get_v(v, i)
