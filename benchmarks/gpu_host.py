@@ -51,7 +51,7 @@ class Case:
         began = time.thread_time()
         if self._released:
             for p in self.params:
-                self.optimizer.release._reached(p)
+                self.optimizer.release._on_gradient(p)
         if self._own:
             self.optimizer.measure()
         self.optimizer.step()

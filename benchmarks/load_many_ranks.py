@@ -59,7 +59,7 @@ def make(folder: Path, layers: int, ranks: int) -> None:
         sums[name] = {"sha256": digest, "bytes": count}
         summaries.append(json.loads(json.dumps(shardfiles.summary(pieces))))
     manifest = {"format": checkpoint.FOLDER_FORMATS[-1], "halfstep": "1", "files": sums}
-    manifest["index"] = shardfiles.joined(summaries)
+    manifest["index"] = shardfiles.join_index(summaries)
     text = json.dumps({**manifest, "sha256": checkpoint.checksum_of(manifest)})
     (folder / checkpoint.MANIFEST).write_text(text)
 

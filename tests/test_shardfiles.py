@@ -19,7 +19,7 @@ def written(folder, files):
     """Files of pieces, and their index."""
     for number, pieces in enumerate(files):
         shardfiles.write(folder / f"rank-{number:05d}.safetensors", pieces, {"own": number})
-    return shardfiles.joined([shardfiles.summary(pieces) for pieces in files])
+    return shardfiles.join_index([shardfiles.summary(pieces) for pieces in files])
 
 
 def names(count):

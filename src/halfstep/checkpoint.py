@@ -150,10 +150,10 @@ def check_shapes(saved: Mapping[str, list[int]], here: Mapping[str, list[int]]) 
         raise CheckpointError(
             f"the checkpoint is of another model: missing {_some(missing)}, unexpected {_some(extra)}"
         )
-    for name, given in saved.items():
-        if given != here[name]:
+    for name, shape in saved.items():
+        if shape != here[name]:
             raise CheckpointError(
-                f"the checkpoint is of another model: size mismatch for {name}, {given} and here {here[name]}"
+                f"the checkpoint is of another model: size mismatch for {name}, {shape} and here {here[name]}"
             )
 
 
@@ -222,19 +222,19 @@ def write_folder(
         return file.name, {"sha256": digest, "bytes": count}, index
 
     needed = sum(piece.bytes for piece in pieces.values())
-    everyone = gather_on_first(_attempted(part, path, needed), group)
-    wrong = next((told for _, told in everyone if told), None)
-    if first and not wrong:
+    everyone = gather_on_first(_try_write(part, path, needed), group)
+    failure = next((message for _, message in everyone if message), None)
+    if first and not failure:
         names, sums, summaries = zip(*(written for written, _ in everyone))
-        index = shardfiles.joined(json.loads(zlib.decompress(one)) for one in summaries)
+        index = shardfiles.join_index(json.loads(zlib.decompress(summary)) for summary in summaries)
         whole = {**manifest, "files": dict(zip(names, sums)), "index": index}
-        _, wrong = _attempted(lambda: _commit(temporary, path, whole), path, 0)
-    if first and wrong:
+        _, failure = _try_write(lambda: _commit(temporary, path, whole), path, 0)
+    if first and failure:
         shutil.rmtree(temporary, ignore_errors=True)
-    wrong = gather(wrong, group)[0]
-    if wrong:
+    failure = gather(failure, group)[0]
+    if failure:
         stands = "what was saved before stands"
-        raise CheckpointError(wrong if stands in wrong else f"{wrong}; {stands}")
+        raise CheckpointError(failure if stands in failure else f"{failure}; {stands}")
     if first:
         _prune(path, keep_last)
 
@@ -248,7 +248,7 @@ def check_same_model(path: str | Path, models: Sequence[str]) -> None:
         )
 
 
-def _attempted(write: Callable[[], Any], path: Path, needed: int) -> tuple[Any, str | None]:
+def _try_write(write: Callable[[], Any], path: Path, needed: int) -> tuple[Any, str | None]:
     """Return what `write` gives, or why it could not."""
     try:
         return write(), None
@@ -266,7 +266,7 @@ def _commit(temporary: Path, path: Path, manifest: Mapping[str, Any]) -> None:
         file.flush()
         os.fsync(file.fileno())
     _sync_folder(temporary)
-    old = _replaced(path)
+    old = _path_of_replaced(path)
     if path.exists():
         _remove(old, path)
         os.rename(path, old)
@@ -286,8 +286,8 @@ def read_manifest(path: Path, group: Group | None = None) -> tuple[Path, dict[st
     All ranks of the group call, each of which reads some of the files. Raises CheckpointError on all of them
     where one finds a file missing or altered.
     """
-    if not path.exists() and (_replaced(path) / MANIFEST).is_file():
-        path = _replaced(path)  # killed between two renames
+    if not path.exists() and (_path_of_replaced(path) / MANIFEST).is_file():
+        path = _path_of_replaced(path)  # killed between two renames
     return path, on_every_rank(lambda: manifest_of(path, rank(group), world_size(group)), group)
 
 
@@ -296,19 +296,19 @@ def on_every_rank(make: Callable[[], T], group: Group | None, said: str = "{text
 
     Where it raises, other ranks raise a CheckpointError: `said`, with the `rank` it was and the `text`.
     """
-    made, raised = list[T](), None
+    results, raised = list[T](), None
     try:
-        made.append(make())
+        results.append(make())
     except Exception as error:
         raised = error
-    wrong = None if raised is None else (str(raised), getattr(raised, "damaged", False))
-    told = gather(wrong, group)
+    failure = None if raised is None else (str(raised), getattr(raised, "damaged", False))
+    failures = gather(failure, group)
     if raised is not None:
         raise raised
-    for number, one in enumerate(told):
-        if one is not None:
-            raise CheckpointError(said.format(rank=number, text=one[0]), damaged=one[1])
-    return made[0]
+    for number, failure in enumerate(failures):
+        if failure is not None:
+            raise CheckpointError(said.format(rank=number, text=failure[0]), damaged=failure[1])
+    return results[0]
 
 
 def manifest_of(folder: Path, number: int = 0, ranks: int = 1) -> dict[str, Any]:
@@ -325,14 +325,14 @@ def manifest_of(folder: Path, number: int = 0, ranks: int = 1) -> dict[str, Any]
             )
         if manifest.pop("sha256") != checksum_of(manifest):
             raise ValueError("its checksum is not the one it states")
-        for place, (name, known) in enumerate(sorted(manifest["files"].items())):
+        for place, (name, entry) in enumerate(sorted(manifest["files"].items())):
             if Path(name).name != name or not name.endswith(".safetensors"):
                 raise ValueError(f"it names a file outside of the folder, {name!r}")
             if place % ranks == number and (
-                shardfiles.checksum(folder / name, known.get("bytes")) != known["sha256"]
+                shardfiles.checksum(folder / name, entry.get("bytes")) != entry["sha256"]
             ):
-                told = f"{folder / name} is corrupt: its checksum is not the manifest's"
-                raise CheckpointError(told, damaged=True)
+                message = f"{folder / name} is corrupt: its checksum is not the manifest's"
+                raise CheckpointError(message, damaged=True)
     except NotADirectoryError:
         raise CheckpointError(
             f"{folder} is one file; Session.load reads the folders that Session.save writes", damaged=True
@@ -382,14 +382,14 @@ class Background:
         self.wait()
         if world_size(group) > 1 and self._made_for != (group, dist.group.WORLD):
             ranks = None if group is None else dist.get_process_group_ranks(group)
-            apart = ranks is not None
-            self._group = dist.new_group(ranks, backend="gloo", use_local_synchronization=apart)
+            is_subgroup = ranks is not None
+            self._group = dist.new_group(ranks, backend="gloo", use_local_synchronization=is_subgroup)
             self._made_for = group, dist.group.WORLD
         copies = {n: replace(p, value=p.on_host(), widen=None) for n, p in contents.pieces.items()}
-        own = self._group if world_size(group) > 1 else group
+        save_group = self._group if world_size(group) > 1 else group
         pool = ThreadPoolExecutor(1, "halfstep saves")
         copied = replace(contents, pieces=copies)
-        self._saving = pool.submit(write, contents=copied, group=own)
+        self._saving = pool.submit(write, contents=copied, group=save_group)
         pool.shutdown(wait=False)
 
     def wait(self) -> None:
@@ -421,7 +421,7 @@ def _beside(path: Path) -> Path:
     return path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
 
 
-def _replaced(path: Path) -> Path:
+def _path_of_replaced(path: Path) -> Path:
     """Return where a checkpoint lies while another takes its name."""
     return path.with_name(f".{path.name}.old")
 
@@ -439,7 +439,7 @@ def _is_ours(folder: Path) -> bool:
 
 def _check_place(path: Path) -> None:
     """CheckpointError where something that is no checkpoint would have to go."""
-    for place in (path, _replaced(path)):
+    for place in (path, _path_of_replaced(path)):
         empty = place.is_dir() and not place.is_symlink() and not any(place.iterdir())
         if os.path.lexists(place) and not empty and not _is_ours(place):
             what = "a link" if place.is_symlink() else "no checkpoint of halfstep"
@@ -494,9 +494,9 @@ def _prune(path: Path, keep: int | None) -> None:
     A series are names that differ in the last number only.
     """
     names = [other.name for other in path.parent.iterdir()]
-    begun = {name: found[1] for name in names if (found := re.fullmatch(r"\.(.+)\.[\w-]+\.tmp", name))}
+    begun = {name: match[1] for name in names if (match := re.fullmatch(r"\.(.+)\.[\w-]+\.tmp", name))}
     series = [path.name] if keep is None else older(path.name, begun.values())
-    gone = [name for name, wanted in begun.items() if wanted in series]
+    gone = [name for name, target in begun.items() if target in series]
     if keep is not None:
         gone += [name for name in older(path.name, names) if _is_ours(path.with_name(name))][:-keep]
     for name in gone:
@@ -505,11 +505,11 @@ def _prune(path: Path, keep: int | None) -> None:
 
 def older(name: str, others: Iterable[str]) -> list[str]:
     """Those of `others` that differ from `name` in its last number only and have none larger, in order."""
-    found = _NUMBERED.fullmatch(name)
-    assert found is not None
-    pattern = re.compile(re.escape(found[1]) + r"(\d+)")
+    name_match = _NUMBERED.fullmatch(name)
+    assert name_match is not None
+    pattern = re.compile(re.escape(name_match[1]) + r"(\d+)")
     numbers = {other: int(match[1]) for other in others if (match := pattern.fullmatch(other))}
-    return sorted((o for o, n in numbers.items() if n <= int(found[2])), key=lambda o: (numbers[o], o))
+    return sorted((o for o, n in numbers.items() if n <= int(name_match[2])), key=lambda o: (numbers[o], o))
 
 
 class CheckpointFolder:
@@ -527,8 +527,8 @@ class CheckpointFolder:
 
     def paths(self) -> list[Path]:
         """Finished checkpoints, oldest first."""
-        found = self.folder.iterdir() if self.folder.is_dir() else ()
-        named = [path for path in found if re.fullmatch(r"step-\d{8,}", path.name)]
+        entries = self.folder.iterdir() if self.folder.is_dir() else ()
+        named = [path for path in entries if re.fullmatch(r"step-\d{8,}", path.name)]
         return sorted(named, key=lambda path: int(path.name.removeprefix("step-")))
 
     def has(self, step: int) -> bool:
@@ -571,7 +571,7 @@ class CheckpointFolder:
                 continue
             for other, error in damaged:
                 self._known.discard(other.name)
-                _set_aside(other, f"{error}; it is now {other.name}.damaged, going on from {path.name}")
+                _move_aside(other, f"{error}; it is now {other.name}.damaged, going on from {path.name}")
             return
         if damaged:
             raise CheckpointError(
@@ -580,10 +580,10 @@ class CheckpointFolder:
             ) from damaged[0][1]
 
 
-def _set_aside(path: Path, told: str) -> None:
+def _move_aside(path: Path, message: str) -> None:
     aside = path.with_name(f"{path.name}.damaged")
     if aside.is_dir():
         shutil.rmtree(aside)
     with suppress(FileNotFoundError):  # another rank did it
         os.replace(path, aside)
-        warn(told)
+        warn(message)

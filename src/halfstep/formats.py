@@ -113,15 +113,15 @@ def format_of(x: str | torch.dtype | Format) -> Format:
     """
     if isinstance(x, Format):
         return x
-    found = None
+    fmt = None
     if isinstance(x, torch.dtype):
-        found = _BY_DTYPE.get(x)
+        fmt = _BY_DTYPE.get(x)
     elif isinstance(x, str):
         name = _ALIASES.get(x.strip().lower().removeprefix("torch."))
-        found = FORMATS[name] if name is not None else None
-    if found is None:
+        fmt = FORMATS[name] if name is not None else None
+    if fmt is None:
         raise ConfigError(f"unknown number format {show(x)}; expected one of {', '.join(FORMATS)}")
-    return found
+    return fmt
 
 
 def parse_dtype(x: str | torch.dtype) -> torch.dtype:
@@ -221,13 +221,13 @@ def round_to(t: Tensor, fmt: str | torch.dtype | Format, saturate: bool = False)
     """
     fmt = format_of(fmt)
     if not isinstance(t, Tensor) or t.dtype not in (torch.float32, torch.float64):
-        given = dtype_name(t.dtype) if isinstance(t, Tensor) else f"{t!r:.60}"
+        argument = dtype_name(t.dtype) if isinstance(t, Tensor) else f"{t!r:.60}"
         raise ConfigError(
-            f"round_to takes an fp32 or fp64 tensor, was given {given}; make it one with torch.tensor()"
+            f"round_to takes an fp32 or fp64 tensor, was given {argument}; make it one with torch.tensor()"
         )
-    own = _BY_DTYPE[t.dtype]
-    if fmt.bits >= own.bits:
-        return t.clamp(-fmt.max, fmt.max) if saturate and fmt is own else t.clone()
+    source_format = _BY_DTYPE[t.dtype]
+    if fmt.bits >= source_format.bits:
+        return t.clamp(-fmt.max, fmt.max) if saturate and fmt is source_format else t.clone()
     # Divided by the spacing, rounded to an integer, multiplied back: exact in fp64, fp32 subnormals too.
     size = t.to(torch.float64, copy=True).abs_().clamp_(max=math.ldexp(1.0, fmt.max_exponent + 2))
     spacing = size.view(torch.int64).bitwise_and(_EXPONENT_FIELD_FP64).view(torch.float64)
@@ -246,10 +246,10 @@ def encode(value: float, fmt: str | torch.dtype | Format) -> int:
     Raises:
         ConfigError: `fmt` does not hold `value`, or it is no number.
     """
-    fmt, given = format_of(fmt), _number(value)
-    value = round_reference(given, fmt)
-    if value != given and given == given:
-        raise ConfigError(f"{given!s:.60} is not a number of {fmt}; round it first")
+    fmt, number = format_of(fmt), _number(value)
+    value = round_reference(number, fmt)
+    if value != number and number == number:
+        raise ConfigError(f"{number!s:.60} is not a number of {fmt}; round it first")
     sign = int(math.copysign(1.0, value) < 0) << (fmt.bits - 1)
     top = (2**fmt.exponent_bits - 1) << fmt.mantissa_bits
     if math.isnan(value):

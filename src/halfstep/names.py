@@ -19,17 +19,17 @@ def fqn(name: str) -> str:
 
 def fqns(names: Iterable[str]) -> dict[str, str]:
     """Each name with its fully qualified form, or unchanged where two names would become one."""
-    given = list(names)
-    short = [fqn(name) for name in given]
+    full_names = list(names)
+    short = [fqn(name) for name in full_names]
     times = Counter(short)
-    return {name: (c if c and times[c] == 1 else name) for name, c in zip(given, short)}
+    return {name: (c if c and times[c] == 1 else name) for name, c in zip(full_names, short)}
 
 
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """The model's parameters under fully qualified names, a tied parameter once, under its first name."""
-    found = dict(model.named_parameters())
-    names = fqns(found)
-    return {names[name]: parameter for name, parameter in found.items()}
+    parameters = dict(model.named_parameters())
+    names = fqns(parameters)
+    return {names[name]: parameter for name, parameter in parameters.items()}
 
 
 def unwrap(model: nn.Module) -> nn.Module:

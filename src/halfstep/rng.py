@@ -18,9 +18,9 @@ def rewinder() -> Callable[[], None]:
 
 def _accelerator() -> tuple[str, Any]:
     """The accelerator's name and the module that has its generators; "" and None where there is none."""
-    found = torch.accelerator.current_accelerator(check_available=True)
-    module: Any = None if found is None else torch.get_device_module(found)
-    return (found.type, module) if found and hasattr(module, "get_rng_state_all") else ("", None)
+    device = torch.accelerator.current_accelerator(check_available=True)
+    module: Any = None if device is None else torch.get_device_module(device)
+    return (device.type, module) if device and hasattr(module, "get_rng_state_all") else ("", None)
 
 
 def random_state() -> dict[str, Any]:

@@ -218,10 +218,10 @@ def checksum(path: Path, size: int | None = None) -> str:
     """SHA-256 of a file, in hex; CheckpointError where it cannot be read or has another `size` in bytes."""
     try:
         with open_file(path) as file:
-            there = os.fstat(file.fileno()).st_size
-            if size is not None and there != size:
-                told = f"{path} is corrupt: it has {there:,} bytes, and the manifest says {size:,}"
-                raise CheckpointError(told, damaged=True)
+            file_size = os.fstat(file.fileno()).st_size
+            if size is not None and file_size != size:
+                message = f"{path} is corrupt: it has {file_size:,} bytes, and the manifest says {size:,}"
+                raise CheckpointError(message, damaged=True)
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error}", damaged=True) from error
@@ -240,7 +240,7 @@ def read_header(path: Path) -> tuple[dict[str, StoredPiece], dict[str, Any]]:
         begins = json.loads(notes["DCP_SHARDING_INFO"])
         about = json.loads(notes["halfstep"])
         room = size - 8 - length
-        stored = {n: _stored(e, begins[n]["saved_offsets"], 8 + length, room) for n, e in header.items()}
+        stored = {n: _read_entry(e, begins[n]["saved_offsets"], 8 + length, room) for n, e in header.items()}
         _check_boxes(stored, about["whole"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error, RecursionError) as error:
         what = str(error).splitlines() or [type(error).__name__]
@@ -248,7 +248,7 @@ def read_header(path: Path) -> tuple[dict[str, StoredPiece], dict[str, Any]]:
     return stored, about
 
 
-def _stored(entry: Any, offsets: Any, base: int, room: int) -> StoredPiece:
+def _read_entry(entry: Any, offsets: Any, base: int, room: int) -> StoredPiece:
     begin, end = entry["data_offsets"]
     shape = tuple(entry["shape"])
     dtype = DTYPES[entry["dtype"]]
@@ -276,7 +276,7 @@ Alike = tuple[str, Sequence[int], Sequence[str], Sequence[tuple[int, Sequence[in
 
 
 def summary(pieces: Mapping[str, Piece]) -> list[Any]:
-    """Return what `joined` needs of a file's pieces, as JSON can hold it."""
+    """Return what `join_index` needs of a file's pieces, as JSON can hold it."""
     return _summary((n, p.dtype, p.whole, p.offsets, p.value.shape) for n, p in pieces.items())
 
 
@@ -288,7 +288,7 @@ def _summary(pieces: Iterable[tuple[str, torch.dtype, Any, Any, Any]]) -> list[A
     return [[*box, names] for box, names in alike.items()]
 
 
-def joined(summaries: Iterable[list[Any]]) -> list[Alike]:
+def join_index(summaries: Iterable[list[Any]]) -> list[Alike]:
     """The index of all files (in the order of their names) as JSON can hold it: tensors cut alike once."""
     index: dict[tuple[Any, ...], list[tuple[int, list[int], list[int]]]] = {}
     for number, entries in enumerate(summaries):
@@ -300,22 +300,22 @@ def joined(summaries: Iterable[list[Any]]) -> list[Alike]:
 class Index:
     """All pieces of a checkpoint by name, whoever wrote them; files are opened when they are read.
 
-    `entries` is what `joined` gave. Earlier versions kept none: it is then made of every file's header.
+    `entries` is what `join_index` gave. Earlier versions kept none: it is then made of every file's header.
     """
 
     def __init__(self, folder: Path, files: Iterable[str], entries: Sequence[Alike] | None) -> None:
         self._paths = [folder / name for name in sorted(files)]
         self._files: dict[int, tuple[BinaryIO, dict[str, StoredPiece], dict[str, Any]]] = {}
-        self._opened = ExitStack()
+        self._open_files = ExitStack()
         self._found: dict[tuple[Any, ...], list[tuple[Any, ...]]] = {}
-        self._entries = joined(map(_summary_of, self._paths)) if entries is None else entries
+        self._entries = join_index(map(_summary_of, self._paths)) if entries is None else entries
         self._of: dict[str, list[int]] = {}
         self.wholes: dict[str, tuple[int, ...]] = {}
         for number, (dtype, whole, names, _) in enumerate(self._entries):
             for name in names:
                 same = self._of.setdefault(name, [number])
-                known = self._entries[same[0]]
-                if (known[0], *known[1]) != (dtype, *whole):
+                first_entry = self._entries[same[0]]
+                if (first_entry[0], *first_entry[1]) != (dtype, *whole):
                     raise CheckpointError(f"the files of the checkpoint disagree about {name!r}")
                 self.wholes[name] = tuple(whole)
                 if number not in same:
@@ -323,7 +323,7 @@ class Index:
 
     def close(self) -> None:
         """Close what was opened."""
-        self._opened.close()
+        self._open_files.close()
         self._files.clear()
 
     def _file(self, number: int) -> tuple[BinaryIO, dict[str, StoredPiece], dict[str, Any]]:
@@ -331,7 +331,7 @@ class Index:
             if len(self._files) == _OPEN:
                 self.close()
             header = read_header(self._paths[number])
-            self._files[number] = (self._opened.enter_context(open_file(self._paths[number])), *header)
+            self._files[number] = (self._open_files.enter_context(open_file(self._paths[number])), *header)
         return self._files[number]
 
     def about(self, number: int) -> dict[str, Any]:
@@ -373,8 +373,8 @@ class Index:
     def _fill(self, name: str, begin: tuple[int, ...], size: tuple[int, ...], target: Tensor) -> None:
         for number, _, low, high in self._pieces(name, begin, size):
             file, stored, _ = self._file(number)
-            here = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, begin))
-            stored[name].fill(file, low, high, target[here] if here else target)
+            target_slices = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, begin))
+            stored[name].fill(file, low, high, target[target_slices] if target_slices else target)
 
     def dtype(self, name: str) -> torch.dtype:
         """Of a tensor."""
@@ -394,9 +394,9 @@ class Index:
 
     def _pieces(self, name: str, begin: tuple[int, ...], size: tuple[int, ...]) -> list[tuple[Any, ...]]:
         """Return what of a box lies in which file; CheckpointError where that is not all of it."""
-        touching = (one for n in self._of[name] for one in self._touching(n, begin, size))
+        touching = (part for n in self._of[name] for part in self._touching(n, begin, size))
         # What several ranks wrote alike is read once: shards of a part of the mesh, say.
-        pieces = [*{one[1]: one for one in touching}.values()]
+        pieces = [*{part[1]: part for part in touching}.values()]
         dtype, covered = self.dtype(name), 0
         for number, box, low, high in pieces:
             piece = self._file(number)[1].get(name)
@@ -411,15 +411,15 @@ class Index:
 
     def _touching(self, entry: int, begin: Any, size: Any) -> list[tuple[Any, ...]]:
         """Files with something of a box, their piece, from where to where; once for tensors cut alike."""
-        if (known := self._found.get((entry, begin, size))) is not None:
-            return known
-        found = self._found[entry, begin, size] = []
+        if (cached_parts := self._found.get((entry, begin, size))) is not None:
+            return cached_parts
+        parts = self._found[entry, begin, size] = []
         for number, offsets, shape in self._entries[entry][3]:
             low = [max(a, b) for a, b in zip(begin, offsets)]
             high = [min(a + n, b + m) for a, n, b, m in zip(begin, size, offsets, shape)]
             if all(a < b for a, b in zip(low, high)):
-                found.append((number, (tuple(offsets), tuple(shape)), low, high))
-        return found
+                parts.append((number, (tuple(offsets), tuple(shape)), low, high))
+        return parts
 
 
 _OPEN = 64  #: Files that an index keeps open: a process may open few.
@@ -435,16 +435,17 @@ _MAPPINGS: dict[str, type[Any]] = {"counter": Counter, "ordered": OrderedDict}
 
 
 def check_layout(name: str, value: Tensor) -> None:
-    """Raise CheckpointError for a tensor that is not an array of numbers in memory: a sparse one, say."""
+    """Raise CheckpointError for a tensor that is not an array of numbers in memory, such as a sparse one."""
     if value.layout != torch.strided or value.is_quantized or value.is_meta:
         kind = "on the meta device" if value.is_meta else "quantized" if value.is_quantized else value.layout
         raise CheckpointError(
-            f"{_told(name)} is a tensor that a checkpoint cannot hold ({kind}): expected a dense one. Sparse "
-            "gradients (nn.Embedding(sparse=True)) leave sparse momentum: use sparse=False, or momentum=0"
+            f"{_name_for(name)} is a tensor that a checkpoint cannot hold ({kind}): expected a dense one. "
+            "Sparse gradients (nn.Embedding(sparse=True)) leave sparse momentum: use sparse=False, or "
+            "momentum=0"
         )
 
 
-def packed(value: Any, name: str, put: Callable[[str, Tensor], object]) -> Any:
+def pack(value: Any, name: str, put: Callable[[str, Tensor], object]) -> Any:
     """Return a tree as JSON can hold it, `put` having been called for its tensors by name."""
     if isinstance(value, Tensor):
         check_layout(name, value)
@@ -454,43 +455,45 @@ def packed(value: Any, name: str, put: Callable[[str, Tensor], object]) -> Any:
         return value
     if isinstance(value, Mapping):
         items = cast("Mapping[Any, Any]", value).items()
-        pairs = [[_packed_key(k, name), packed(v, f"{name}.{k}", put)] for k, v in items]
+        pairs = [[_pack_key(k, name), pack(v, f"{name}.{k}", put)] for k, v in items]
         return {next((word for word, kind in _MAPPINGS.items() if type(value) is kind), "dict"): pairs}
     if isinstance(value, list | tuple):
         kind = "list" if isinstance(value, list) else "tuple"
         entries = cast("Sequence[Any]", value)
-        return {kind: [packed(item, f"{name}.{i}", put) for i, item in enumerate(entries)]}
+        return {kind: [pack(item, f"{name}.{i}", put) for i, item in enumerate(entries)]}
     if hasattr(value, "item") and getattr(value, "size", 1) == 1:
         return value.item()
     raise CheckpointError(
-        f"{_told(name)} is of type {type(value).__name__}, which a checkpoint cannot hold: give tensors, "
+        f"{_name_for(name)} is of type {type(value).__name__}, which a checkpoint cannot hold: give tensors, "
         "numbers, strings and lists, tuples and dicts of these (torch.from_numpy makes a tensor of an array)"
     )
 
 
-def _packed_key(key: Any, name: str) -> Any:
+def _pack_key(key: Any, name: str) -> Any:
     """Return a key of the mapping `name` as JSON can hold it."""
     tensors = list[Tensor]()
-    value = packed(key, f"a key of {_told(name)}", lambda _, tensor: tensors.append(tensor))
+    value = pack(key, f"a key of {_name_for(name)}", lambda _, tensor: tensors.append(tensor))
     if tensors:
-        raise CheckpointError(f"a key of {_told(name)} is a tensor: give numbers, strings or tuples of these")
+        raise CheckpointError(
+            f"a key of {_name_for(name)} is a tensor: give numbers, strings or tuples of these"
+        )
     return value
 
 
-def _told(name: str) -> str:
+def _name_for(name: str) -> str:
     """Return a value's name for messages: `extra.note` of `.rest.extra.note`."""
     return re.sub(r"^\.(rest\.|rank\.\d+\.)?", "", name)
 
 
-def unpacked(value: Any, read: Callable[[str], Tensor]) -> Any:
-    """Return what `packed` made JSON of, with `read` for the tensors that it named."""
+def unpack(value: Any, read: Callable[[str], Tensor]) -> Any:
+    """Return what `pack` made JSON of, with `read` for the tensors that it named."""
     if not isinstance(value, dict):
         return value
-    ((kind, held),) = cast("dict[str, Any]", value).items()
+    ((kind, content),) = cast("dict[str, Any]", value).items()
     if kind == "tensor":
-        return read(held)
+        return read(content)
     if kind == "dict" or kind in _MAPPINGS:
-        pairs = {unpacked(k, read): unpacked(v, read) for k, v in held}
+        pairs = {unpack(k, read): unpack(v, read) for k, v in content}
         return _MAPPINGS[kind](pairs) if kind in _MAPPINGS else pairs
-    items = [unpacked(item, read) for item in held]
+    items = [unpack(item, read) for item in content]
     return items if kind == "list" else tuple(items)

@@ -100,10 +100,10 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     path, use = _NAMES[name]
     try:
-        found = globals()[name] = pkgutil.resolve_name(f"torch.{path}")
+        value = globals()[name] = pkgutil.resolve_name(f"torch.{path}")
     except (ImportError, AttributeError) as error:
         raise _lacking(f"torch.{path}", use) from error
-    return found
+    return value
 
 
 def _lacking(name: str, use: str) -> UnsupportedError:
@@ -267,7 +267,7 @@ def device_types(group: Any) -> set[str]:
 
 
 def ddp_ignored(ddp: Any) -> list[Tensor]:
-    """Return the parameters that a DDP was told to ignore, and not those that it reduces late.
+    """Return the parameters that a DDP ignores by its arguments, and not those that it reduces late.
 
     Private: it lists the late ones among the ignored, and apart from them in this list alone.
     """
@@ -303,18 +303,18 @@ def fsdp_groups(module: nn.Module) -> list[Any]:
 
 def fsdp_shards(group: Any) -> list[Tensor]:
     """Return the shards of a group; while it is gathered, modules hold whole tensors instead."""
-    return [_of(own, "sharded_param", _SHARDS) for own in _of(group, "fsdp_params", _SHARDS)]
+    return [_of(param, "sharded_param", _SHARDS) for param in _of(group, "fsdp_params", _SHARDS)]
 
 
 def fsdp_has_read_dtypes(group: Any) -> bool:
     """Return whether a group has seen its first forward, after which it takes no other dtypes."""
-    return any(hasattr(own, "orig_dtype") for own in _of(group, "fsdp_params", _SHARDS))
+    return any(hasattr(param, "orig_dtype") for param in _of(group, "fsdp_params", _SHARDS))
 
 
 def fsdp_read_again(group: Any) -> None:
     """Make a group take the data that its parameters have now; it keeps references of its own to them."""
-    for own in _of(group, "fsdp_params", _SHARDS):
-        _of(own, "reset_sharded_param", _SHARDS)()
+    for param in _of(group, "fsdp_params", _SHARDS):
+        _of(param, "reset_sharded_param", _SHARDS)()
 
 
 def fsdp_policy_holders(group: Any) -> list[Any]:
@@ -385,7 +385,7 @@ def put_back_when_broken(device_types: Sequence[str]) -> None:
         tracing.output.add_cleanup_hook(put_back)
 
 
-def traced_from_outside(kind: type) -> None:
+def allow_in_graph(kind: type) -> None:
     """Let Dynamo enter instances of a context manager that were made outside the code it compiles.
 
     It does so for instances made inside, and for torch's own managers; others it refuses, or breaks the graph
@@ -402,8 +402,8 @@ _kinds: list[type] = []
 
 
 def _teach(builder: ModuleType) -> None:
-    made: Any = builder.VariableBuilder
-    wrap = made._wrap
+    variable_builder: Any = builder.VariableBuilder
+    wrap = variable_builder._wrap
     if getattr(wrap, "_knows_regions", False):
         return
     from torch._dynamo.variables.ctx_manager import GenericContextWrappingVariable
@@ -416,7 +416,7 @@ def _teach(builder: ModuleType) -> None:
         return self.tx.output.side_effects.track_object_existing(value, variable)
 
     _wrap._knows_regions = True  # pyright: ignore[reportFunctionMemberAccess]
-    made._wrap = _wrap
+    variable_builder._wrap = _wrap
 
 
 class _WhenImported(importlib.abc.MetaPathFinder):

@@ -107,11 +107,11 @@ def each_parameter(modules: Iterable[torch.nn.Module]) -> Iterator[Tensor]:
 
     For what looks at all of them in every step: `Module.parameters` also makes their names.
     """
-    known, rest = set[torch.nn.Module](), list[torch.nn.Module | None](modules)
+    visited, rest = set[torch.nn.Module](), list[torch.nn.Module | None](modules)
     while rest:
         module = rest.pop()
-        if module is not None and module not in known:
-            known.add(module)
+        if module is not None and module not in visited:
+            visited.add(module)
             rest += module._modules.values()
             for p in module._parameters.values():
                 if p is not None:
@@ -135,7 +135,7 @@ def compute_device(parameters: Iterable[Tensor]) -> torch.device:
     return torch.device("cpu") if first is None else first
 
 
-def gathered(scalars: Sequence[Tensor], home: torch.device) -> Tensor:
+def stack_scalars(scalars: Sequence[Tensor], home: torch.device) -> Tensor:
     """0-d tensors of any dtypes and devices as one [n] in float32 (float64 if one is)."""
     kinds = {(s.dtype, s.device) for s in scalars}
     wide = torch.float64 if any(dtype == torch.float64 for dtype, _ in kinds) else torch.float32
@@ -153,7 +153,7 @@ def gathered(scalars: Sequence[Tensor], home: torch.device) -> Tensor:
 def all_equal(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[bool]:
     """Whether the two tensors of each pair, of one shape and device, are equal; waits once for all."""
     same = [(a == b).all() for a, b in pairs]
-    return gathered(same, same[0].device).tolist() if same else []
+    return stack_scalars(same, same[0].device).tolist() if same else []
 
 
 def parameters_of(optimizer: Any) -> list[Tensor]:

@@ -13,10 +13,10 @@ from halfstep.casting.kernel_choice import (
     Row,
     decide,
     decide_whole,
+    dump_table,
     from_plain,
+    load_table,
     read_toml,
-    restored,
-    saved,
     table_of,
     to_plain,
 )
@@ -88,20 +88,20 @@ def test_a_choice_that_does_not_pay_in_a_layer_is_not_made() -> None:
     assert table.choose(linear, "w") == NATIVE
     assert "does not pay" in table.row(linear, "w").why
     assert table.choose(CONV, "w") == Choice("rounded", "native", "rounded")
-    assert table.pinned([Row(ROUNDED, op="gru")]).choose(linear, "iw") == NATIVE
+    assert table.with_rows([Row(ROUNDED, op="gru")]).choose(linear, "iw") == NATIVE
     assert [cls.op for cls, _, _ in asked] == ["linear", "convolution", "linear"]
 
 
 def test_a_table_pinned_to_its_own_choices_is_itself_so_that_loads_pile_nothing_up() -> None:
     table = KernelTable((), lambda cls, direction: {"native": 2.0, "rounded": 1.0})
     table.choose(CONV, "iw")
-    assert table.pinned(table.rows) is table
-    assert restored(saved(table), table) is table
-    other = table.pinned([replace(table.rows[0], choice=NATIVE)])
+    assert table.with_rows(table.rows) is table
+    assert load_table(dump_table(table), table) is table
+    other = table.with_rows([replace(table.rows[0], choice=NATIVE)])
     assert other.choose(CONV, "iw") == NATIVE
-    assert restored(saved(other), other) is other
-    whole = restored([*saved(table), *to_plain([Row(NATIVE)])], table)
-    assert restored(saved(whole), whole) is whole
+    assert load_table(dump_table(other), other) is other
+    whole = load_table([*dump_table(table), *to_plain([Row(NATIVE)])], table)
+    assert load_table(dump_table(whole), whole) is whole
 
 
 def test_the_first_row_that_fits_holds_and_what_no_row_knows_is_native() -> None:
@@ -193,7 +193,7 @@ def test_a_state_brings_its_choices_and_leaves_the_rest_to_the_machine() -> None
     there.choose(CONV, "iw")
     here = KernelTable((), lambda cls, direction: {"native": 1.0, "rounded": 2.0}, name="measured")
     assert here.choose(CONV, "iw") == NATIVE
-    table = restored(saved(there), here)
+    table = load_table(dump_table(there), here)
     assert table.choose(CONV, "iw") == ROUNDED
     assert table.choose(CONV, "w") == NATIVE
     assert here.choose(CONV, "iw") == NATIVE, "the machine's own table was changed"
@@ -206,17 +206,17 @@ def test_ranks_keep_their_whole_table_beside_what_a_state_brings() -> None:
         Row(NATIVE, CONV.op, CONV.dtype, CONV.geometry, CONV.size, 1, "iw"),
         Row(Choice("rounded"), CONV.op, CONV.dtype, CONV.geometry, CONV.size, 1, "w"),
     ]
-    table = restored(saved(there), KernelTable(mine, name="of rank 0", measured=True))
+    table = load_table(dump_table(there), KernelTable(mine, name="of rank 0", measured=True))
     assert table.choose(CONV, "iw") == ROUNDED
     assert table.choose(CONV, "w") == Choice("rounded")
-    again = restored(saved(table), KernelTable((), name="of rank 0", measured=True))
+    again = load_table(dump_table(table), KernelTable((), name="of rank 0", measured=True))
     assert again.rows == table.rows
 
 
 def test_a_row_for_all_of_an_op_holds_over_what_was_measured_before_the_load() -> None:
     here = KernelTable((), lambda cls, direction: {"native": 2.0, "rounded": 1.0}, name="measured")
     assert here.choose(CONV, "iw") == ROUNDED
-    table = restored([{"op": "convolution", "forward": "native"}], here)
+    table = load_table([{"op": "convolution", "forward": "native"}], here)
     assert table.choose(CONV, "iw") == NATIVE
 
 

@@ -21,10 +21,10 @@ CLASS = OpClass("linear", "fp16", "plain", "tiny", 1)
 
 
 def measured(file, times, log=None, steady=True):
-    def run(cls: OpClass, direction: str, skip: frozenset[str]) -> probes.Taken:
+    def run(cls: OpClass, direction: str, skip: frozenset[str]) -> probes.Timing:
         if log is not None:
             log.append((cls.size, direction, skip))
-        return probes.Taken({name: None if name in skip else t for name, t in times(cls).items()}, steady)
+        return probes.Timing({name: None if name in skip else t for name, t in times(cls).items()}, steady)
 
     return probes.Measurements(lambda: file, run)
 
@@ -70,7 +70,7 @@ def test_what_was_taken_on_a_busy_machine_serves_one_process(tmp_path) -> None:
 def test_one_thread_stands_in_for_several_that_wait_for_a_core(monkeypatch) -> None:
     """Others hold the cores: of two threads native seems far slower than it is."""
     line = itertools.count()
-    monkeypatch.setattr(probes, "stood_in_line", lambda: float(next(line)))
+    monkeypatch.setattr(probes, "read_scheduler_wait", lambda: float(next(line)))
     threads: list[int] = []
 
     def native() -> None:
@@ -78,7 +78,7 @@ def test_one_thread_stands_in_for_several_that_wait_for_a_core(monkeypatch) -> N
         spends(1e-3 if threads[-1] == 1 else 2e-2, 0.0)()
 
     before = torch.get_num_threads()
-    times, steady = probes.take({"native": native, "rounded": spends(4e-3, 0.0)}, 2)
+    times, steady = probes.time_candidates({"native": native, "rounded": spends(4e-3, 0.0)}, 2)
     assert (threads[0], threads[-1], steady) == (before, 1, False)
     assert torch.get_num_threads() == 2
     torch.set_num_threads(before)
@@ -192,9 +192,9 @@ def test_what_wins_little_in_a_layer_does_not_pay(tmp_path, monkeypatch) -> None
     rows = {"linear": {"native": 1.0, "rounded": 0.95}, "bmm": {"native": 1.0, "rounded": 0.5}}
     asked: list[str] = []
 
-    def time_layer(region: object, cls: OpClass, needs: str, choice: Choice) -> probes.Taken:
+    def time_layer(region: object, cls: OpClass, needs: str, choice: Choice) -> probes.Timing:
         asked.append(cls.op)
-        return probes.Taken({**rows.get(cls.op, {"native": 1.0, "rounded": None})}, steady=True)
+        return probes.Timing({**rows.get(cls.op, {"native": 1.0, "rounded": None})}, steady=True)
 
     monkeypatch.setattr(probes, "time_layer", time_layer)
     found = probes.Measurements(lambda: tmp_path / "k")

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from halfstep.casting.kernel_race import race, stood_in_line
+from halfstep.casting.kernel_race import race, read_scheduler_wait
 
 
 class Clock:
@@ -62,7 +62,7 @@ def test_threads_that_share_a_core_stand_in_line() -> None:
     """Two processes on one core: each waits while the other computes."""
     everywhere = os.sched_getaffinity(0)
     core = {min(everywhere)}
-    before = stood_in_line()
+    before = read_scheduler_wait()
     with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as other:
         try:
             os.sched_setaffinity(other.pid, core)
@@ -73,4 +73,4 @@ def test_threads_that_share_a_core_stand_in_line() -> None:
         finally:
             os.sched_setaffinity(0, everywhere)
             other.kill()
-    assert stood_in_line() > before
+    assert read_scheduler_wait() > before

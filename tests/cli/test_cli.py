@@ -229,7 +229,7 @@ def test_bits_are_coloured_on_a_terminal():
 
     drawn = Console(force_terminal=True, color_system="standard", file=None)
     with drawn.capture() as captured:
-        drawn.print(formats_command._coloured(("0", "01111", "0000000000")))
+        drawn.print(formats_command._color_fields(("0", "01111", "0000000000")))
     assert len({part for part in captured.get().split("\x1b[") if "m" in part}) >= 3
 
 

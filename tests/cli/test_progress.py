@@ -2,7 +2,7 @@
 
 import time
 
-from halfstep.cli._progress import _left, progress
+from halfstep.cli._progress import _time_left, progress
 
 
 def test_each_name_is_told_once(capsys):
@@ -39,5 +39,5 @@ def test_a_line_says_how_long_the_rest_takes(capsys):
         tell("a O1")
         time.sleep(0.2)
     assert " s left" in capsys.readouterr().err
-    assert _left(60.0, 3, 9) == ", about 2 min left"
-    assert _left(60.0, 0, 9) == _left(60.0, 3, None) == ""
+    assert _time_left(60.0, 3, 9) == ", about 2 min left"
+    assert _time_left(60.0, 0, 9) == _time_left(60.0, 3, None) == ""

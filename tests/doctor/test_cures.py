@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from halfstep.doctor import script as _script
-from halfstep.doctor.edit import written
+from halfstep.doctor.edit import write_cure
 from halfstep.numerics.cures import put_in_place
 from halfstep.numerics.fault import FAILS, WORKS
 from halfstep.numerics.snapshot import StepParticipants
@@ -84,7 +84,7 @@ def test_a_scale_around_a_layer_leaves_its_bias_alone(tmp_path, monkeypatch):
     with ExitStack() as stack:
         put_in_place(spec, StepParticipants(None, [layer]), stack)
         tried = run(path.read_text())
-    edited = run(next(written(path.read_text(), spec, fault())))
+    edited = run(next(write_cure(path.read_text(), spec, fault())))
     assert torch.allclose(tried, plain, rtol=1e-5)
     assert torch.equal(edited, tried)
 

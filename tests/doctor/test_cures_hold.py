@@ -6,7 +6,7 @@ steps; or better than without, and the step well. That is so to the end, or unti
 
 import pytest
 
-from halfstep.doctor.edit import is_gone, written
+from halfstep.doctor.edit import is_gone, write_cure
 from halfstep.errors import ConfigError
 from halfstep.numerics.fault import UNTRIED, WORKS
 from tests.doctor.test_diff import applied, examined
@@ -47,7 +47,7 @@ def test_what_is_said_of_a_cure_holds_of_the_whole_script(name, tmp_path, monkey
     wrong = []
     for cure in fault.cures:
         doses = zip(cure.specs, cure.doses or [("", cure.code)]) if cure.status != UNTRIED else ()
-        ways = [(spec, new) for spec, (_, code) in doses for new in written(text, spec, fault, code)]
+        ways = [(spec, new) for spec, (_, code) in doses for new in write_cure(text, spec, fault, code)]
         if ways and any(cured(cure, *way) for way in ways) != (cure.status == WORKS):
             wrong.append(f"{cure.kind} {cure.verdict}: {cure.text}")
     assert not wrong

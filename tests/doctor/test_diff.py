@@ -10,7 +10,7 @@ import torch
 import halfstep as hs
 from halfstep.cli import main
 from halfstep.doctor import script as _script
-from halfstep.doctor.edit import is_gone, with_plan, written
+from halfstep.doctor.edit import is_gone, with_plan, write_cure
 from halfstep.doctor.script import examine_script
 from halfstep.numerics.fault import WORKS, Cause, Fault
 from halfstep.numerics.tape import OpLocation
@@ -198,11 +198,11 @@ WRITTEN = {
 @pytest.mark.parametrize("case", WRITTEN)
 def test_a_cure_is_written_into_the_expression_it_is_about(case):
     spec, before, after = WRITTEN[case]
-    assert after in written(before, spec, fault())
+    assert after in write_cure(before, spec, fault())
 
 
 def test_an_op_that_autocast_would_cast_again_leaves_the_region():
-    (first, *_) = written(
+    (first, *_) = write_cure(
         "def f(q, k):\n    return q @ k\n", ("full_here", "matmul", "", 2), fault(in_region=True),
         'with torch.autocast("cuda", enabled=False): ...',
     )  # fmt: skip
@@ -214,9 +214,9 @@ def test_an_op_that_autocast_would_cast_again_leaves_the_region():
 def test_a_rule_is_added_where_the_session_is_made():
     plain, own = "amp = hs.prepare(m, o)\n", "amp = hs.prepare(m, o, policy=p, level='O1')\n"
     spec = ("full", "linear", "", 1)
-    assert next(written(plain, spec, fault())) == 'amp = hs.prepare(m, o, policy="full=linear")\n'
+    assert next(write_cure(plain, spec, fault())) == 'amp = hs.prepare(m, o, policy="full=linear")\n'
     told = "amp = hs.prepare(m, o, policy=hs.Policy.parse(p).with_rules(full=[\"linear\"]), level='O1')\n"
-    assert next(written(own, spec, fault())) == told
+    assert next(write_cure(own, spec, fault())) == told
 
 
 def test_the_diff_is_of_the_text_that_was_run(tmp_path, monkeypatch):

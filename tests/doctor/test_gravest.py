@@ -142,7 +142,7 @@ def ledger(*steps):
     ],
 )
 def test_a_skip_is_judged_by_what_follows_it(steps, index, settled):
-    assert ledger(steps).settled(index) is settled
+    assert ledger(steps).is_recovered(index) is settled
 
 
 def test_a_dynamic_scale_is_not_offered_where_the_scale_is_dynamic():

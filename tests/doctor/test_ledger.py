@@ -40,7 +40,7 @@ def overflow(step, kind="range"):
 
 def test_a_rate_that_jumped_is_the_root_of_an_overflow_steps_later():
     ledger = run([0.1] * 5 + [9e3, 1e20, math.inf], [1.0] * 6 + [1e9, math.nan], rates=[0.01] * 5 + [1e3] * 3)
-    ledger.notes[-1].bad, ledger.notes[-1].spoiled = "loss", True
+    ledger.notes[-1].bad, ledger.notes[-1].lasting_damage = "loss", True
     (fault,) = with_roots(ledger, [overflow(7)])
     assert (fault.step, fault.cause.kind, fault.where) == (5, "learning rate", "t.py:9")
     assert "then: step 8: forward: linear in 2 (Linear), t.py:5" in fault.story()

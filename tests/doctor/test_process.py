@@ -47,7 +47,8 @@ for forked in (True, False):
     assert can_copy()
     one, said = run_in_process(run, os.environ, forked)
     document = one.document
-    found.append([one.first_bad, document.steps, document.losses[:2], [f.op for f in one.seen.faults]])
+    ops = [fault.op for fault in one.rerun_result.faults]
+    found.append([one.first_bad, document.steps, document.losses[:2], ops])
 assert os.path.isdir(kept.name)
 dead = Order(script + ".dead", (told,), 4, 0)
 open(dead.script, "w").write("import os, sys; sys.stderr.write('gone\\\\n'); sys.stderr.flush(); os._exit(3)")

@@ -5,7 +5,7 @@ import pytest
 from halfstep.doctor import CauseFound, Document, Fault
 from halfstep.doctor import script as ranks
 from halfstep.errors import ConfigError
-from halfstep.numerics.fault import Seen
+from halfstep.numerics.fault import RerunResult
 from halfstep.numerics.tape import OpLocation
 
 
@@ -19,7 +19,7 @@ def document(*faults, error=None, steps=6, losses=(1.0, 2.0)):
 
 
 def seen(*faults, bad_at=3, applied=True):
-    return Seen(list(faults), bad_at=bad_at, applied=applied)
+    return RerunResult(list(faults), bad_at=bad_at, applied=applied)
 
 
 def over(monkeypatch, *everyone):
@@ -30,7 +30,7 @@ def over(monkeypatch, *everyone):
 
 def test_the_rank_where_it_began_is_named(monkeypatch):
     sent = seen(fault(phase="optimizer", op="step", origin=False))
-    one = ranks.seen_by_all(over(monkeypatch, sent, seen(fault(), bad_at=2), sent)[0])
+    one = ranks.merge_results(over(monkeypatch, sent, seen(fault(), bad_at=2), sent)[0])
     assert [(f.phase, f.rank) for f in one.faults] == [("forward", 1)]
     assert one.bad_at == 2
     told = ranks.one_document([document(*ranks.of_rank(one.faults, number)) for number in range(3)])
@@ -38,15 +38,15 @@ def test_the_rank_where_it_began_is_named(monkeypatch):
 
 
 def test_a_fault_of_all_ranks_is_told_once_without_a_rank(monkeypatch):
-    one = ranks.seen_by_all(over(monkeypatch, seen(fault()), seen(fault()))[0])
+    one = ranks.merge_results(over(monkeypatch, seen(fault()), seen(fault()))[0])
     assert [(f.step, f.rank) for f in one.faults] == [(3, None)]
     told = ranks.one_document([document(*ranks.of_rank(one.faults, number)) for number in range(2)])
     assert [(f.step, f.rank) for f in told.bad] == [(3, None)]
 
 
 def test_what_one_rank_could_not_run_again_or_change_is_not_tried(monkeypatch):
-    assert ranks.seen_by_all(over(monkeypatch, seen(), None)[0]) is None
-    assert not ranks.seen_by_all(over(monkeypatch, seen(), seen(applied=False))[0]).applied
+    assert ranks.merge_results(over(monkeypatch, seen(), None)[0]) is None
+    assert not ranks.merge_results(over(monkeypatch, seen(), seen(applied=False))[0]).applied
 
 
 def test_faults_of_different_steps_stay_and_losses_are_the_mean(monkeypatch):

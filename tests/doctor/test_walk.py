@@ -9,8 +9,8 @@ import pytest
 
 import halfstep
 from halfstep.doctor import examiner
-from halfstep.doctor.process import Copies
-from halfstep.numerics.fault import Inquiry
+from halfstep.doctor.process import ForkPoint
+from halfstep.numerics.fault import Investigation
 from tests.doctor.test_zoo import examine, named
 
 ROOT = os.path.dirname(halfstep.__file__) + os.sep
@@ -20,7 +20,7 @@ ROOT = os.path.dirname(halfstep.__file__) + os.sep
 def test_a_bad_step_of_a_plain_script_enters_at_most_20_files(tmp_path, monkeypatch):
     """From the moment it is known to be bad to its verdict, in this process and in the copies of it."""
     entered, judged, told = set(), set(), Path(tmp_path / "entered")
-    look, answer, begin = Inquiry.look, Copies.answer, examiner.Examiner._begin
+    look, answer, begin = Investigation.rerun, ForkPoint.answer, examiner.Examiner._begin
 
     def note(frame, event, arg):
         code = frame.f_code
@@ -28,7 +28,7 @@ def test_a_bad_step_of_a_plain_script_enters_at_most_20_files(tmp_path, monkeypa
             entered.add(code.co_filename.removeprefix(ROOT))
 
     def began(self):
-        if self.again is None:
+        if self.active_request is None:
             entered.clear()
         begin(self)
 
@@ -49,10 +49,10 @@ def test_a_bad_step_of_a_plain_script_enters_at_most_20_files(tmp_path, monkeypa
                 judged.update(pickle.load(file))
         return result
 
-    monkeypatch.setattr(Copies, "answer", answered)
+    monkeypatch.setattr(ForkPoint, "answer", answered)
     monkeypatch.setattr(examiner.Examiner, "_begin", began)
-    monkeypatch.setattr(Inquiry, "look", looked)
-    monkeypatch.setattr("halfstep.doctor.examiner.scale_of_a_door", lambda: None)  # Apex is not in the script
+    monkeypatch.setattr(Investigation, "rerun", looked)
+    monkeypatch.setattr("halfstep.doctor.examiner.scale_of_apex", lambda: None)  # Apex is not in the script
     sys.setprofile(note)
     try:
         document = examine(named("distance_of_equal_points"), tmp_path, monkeypatch)

@@ -49,7 +49,7 @@ def whole(text, path):
         found, _ = run_here(lambda: run_order(order))
     notes = found.ledger.notes
     losses = tuple(note.loss for note in notes if note.loss is not None)
-    spoiled = next((index for index, note in enumerate(notes) if note.spoiled), None)
+    spoiled = next((index for index, note in enumerate(notes) if note.lasting_damage), None)
     return Whole(losses, len(notes), spoiled, found.document.error)
 
 

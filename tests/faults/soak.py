@@ -187,8 +187,8 @@ def contents(path):
     found = shardfiles.Index(path, manifest["files"], manifest["index"])
     tensors = {name: found.read(name) for name in found.wholes if found.wholes[name]}
     for number in range(len(manifest["files"])):  # and what each rank has of its own, its generators say
-        own = shardfiles.unpacked(found.about(number)["own"], partial(found.private, number))
-        shardfiles.packed(own, f"{number}", tensors.__setitem__)
+        own = shardfiles.unpack(found.about(number)["own"], partial(found.private, number))
+        shardfiles.pack(own, f"{number}", tensors.__setitem__)
     tensors = {name: value.contiguous().view(torch.uint8) for name, value in tensors.items()}
     return tensors, manifest["optimizers"], manifest["rest"]
 

@@ -38,7 +38,7 @@ def test_no_false_alarm(name, level, dtype):
     for batch in batches[:2]:
         step(*batch)
     probe = LintProbe()
-    trace = trace_step(step, *batches[2], session=amp, underflow=True, observers=[probe.look])
+    trace = trace_step(step, *batches[2], session=amp, underflow=True, observers=[probe.observe])
     assert trace.bad is None
     assert trace.ends == ()
     assert probe.findings == []

@@ -8,7 +8,7 @@ from torch import nn
 
 import halfstep as hs
 from halfstep.compat.apex import amp as apex
-from halfstep.doctor.examiner import scale_of_a_door
+from halfstep.doctor.examiner import scale_of_apex
 from halfstep.numerics.cause import Cause
 from halfstep.numerics.cures import LOOPS, propose, terms_of
 from halfstep.numerics.snapshot import StepParticipants
@@ -48,7 +48,7 @@ def of_trainer():
 
 def of_apex():
     model, optimizer = apex.initialize(*plain(), opt_level="O1", verbosity=0)
-    return StepParticipants(None, [model, optimizer, scale_of_a_door()])
+    return StepParticipants(None, [model, optimizer, scale_of_apex()])
 
 
 MAKE = {

@@ -16,7 +16,7 @@ from halfstep.errors import HalfstepWarning
 from halfstep.gradients import cpu as cpus_
 from halfstep.gradients import cpu as work_items
 from halfstep.optim import SGD, Adam, AdamW, Lion
-from halfstep.optim.bundles import Bundle
+from halfstep.optim.bundles import TensorGroup
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SHAPES = ((0,), (1,), (7,), (128,), (1, 1000), (2049,), (1, 70001), (3, 33), (90, 1030), (70, 16))
@@ -165,7 +165,7 @@ def test_a_part_has_the_random_bits_of_the_whole(
     for first, last in ((0, shape[0]), part):
         p = nn.Parameter(weight[first:last].clone())
         at = first * weight[0].numel()
-        monkeypatch.setattr(Bundle, "origins", lambda _, at=at: [at])
+        monkeypatch.setattr(TensorGroup, "origins", lambda _, at=at: [at])
         optimizer = AdamW([p], lr=0.1, state_dtype=state, backend=backend)
         for _ in range(2):
             p.grad = grad[first:last].clone()

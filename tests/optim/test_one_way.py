@@ -17,7 +17,7 @@ from halfstep.errors import ConfigError, UnsupportedError
 from halfstep.gradients.stats import clip_coefficient
 from halfstep.optim import SGD, AdamW, Lion
 from halfstep.optim.base import OnePassOptimizer
-from halfstep.optim.bundles import Bundle
+from halfstep.optim.bundles import TensorGroup
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -131,8 +131,8 @@ def test_a_clipped_session_step_looks_at_gradients_once(monkeypatch: pytest.Monk
     optimizer = SGD(model.parameters(), lr=1.0)
     amp = hs.prepare(model, optimizer, level="O2", dtype="bf16")
     looks: list[int] = []
-    measure = Bundle.measure
-    monkeypatch.setattr(Bundle, "measure", lambda own: (looks.append(1), measure(own))[1])
+    measure = TensorGroup.measure
+    monkeypatch.setattr(TensorGroup, "measure", lambda own: (looks.append(1), measure(own))[1])
     for step in range(3):
         with amp.autocast():
             loss = model(torch.ones(2, 4)).square().mean()

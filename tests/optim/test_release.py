@@ -67,7 +67,7 @@ def test_accumulation_updates_on_the_last_micro_batch_only():
     optimizer = SGD(model.parameters(), lr=0.1, release_gradients=True)
     before = [p.detach().clone() for p in model.parameters()]
     assert optimizer.release is not None
-    with optimizer.release.hold():
+    with optimizer.release.pause():
         loss_of(model, a).backward()
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before))
     loss_of(model, b).backward()

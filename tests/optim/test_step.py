@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from halfstep.errors import ConfigError, MasterRangeError, UnsupportedError
 from halfstep.optim import SGD, Adam, AdamW, Lion, MasterWeights, backends
-from halfstep.optim.bundles import bundles_of
+from halfstep.optim.bundles import tensor_groups_of
 
 BF16, FP16 = torch.bfloat16, torch.float16
 
@@ -199,8 +199,8 @@ def test_device_path_equals_host_path(master: str | None, state_dtype: str):
     for step, now in enumerate(grads):
         for p, g in zip(params, now):
             p.grad = g.reshape(p.shape).clone()
-        for bundle in bundles_of(optimizer.param_groups, optimizer.algorithm):
-            bundle.read(optimizer.state)
+        for bundle in tensor_groups_of(optimizer.param_groups, optimizer.algorithm):
+            bundle.collect(optimizer.state)
             skip = torch.tensor(step == 1)
             backends.by_reference(bundle, (torch.tensor(0.5), None), skip, optimizer.seed)
     assert all(torch.equal(p, q) for p, q in zip(host, params))

@@ -165,7 +165,7 @@ def test_text_gpt_saves_at_most_0_6_of_the_bytes(level, bound):
     saved = {}
     for setting in (TrainSetting("O0", None), TrainSetting(level, "bf16")):
         bench = TimedSetting(recipe, task, setting, CPU)
-        saved[setting.level] = measure.saved_bytes(bench.forward, bench.model.parameters())
+        saved[setting.level] = measure.bytes_saved_by(bench.forward, bench.model.parameters())
     assert saved["O0"] > 50e6
     assert saved[level] <= bound * saved["O0"]
 
@@ -232,7 +232,7 @@ def test_saved_bytes_counts_each_storage_once_and_no_parameter():
         return (h.sigmoid() * h.view(8, 4).t().reshape(4, 8).sigmoid()).sum()
 
     # matmul keeps x (128 bytes); each sigmoid its output, which the product keeps again (128 bytes each).
-    assert measure.saved_bytes(forward, [weight]) == 3 * 128
+    assert measure.bytes_saved_by(forward, [weight]) == 3 * 128
 
 
 def test_peak_bytes_sees_what_lives_at_the_same_time():
@@ -273,9 +273,9 @@ def test_the_bound_is_the_slowest_of_three_roofs(monkeypatch):
     monkeypatch.setattr(measure, "matmul_rate", lambda device, dtype: 1e9)
     monkeypatch.setattr(measure, "copy_rate", lambda device, elements: 1e9)
     monkeypatch.setattr(measure, "op_latency", lambda device: 1e-6)
-    assert measure.bound_of(measure.Work({"float32": 10**9}, 10**6, 10), CPU).what == "arithmetic"
-    assert measure.bound_of(measure.Work({}, 10**9, 10), CPU).what == "memory"
-    assert measure.bound_of(measure.Work({"float32": 10}, 10, 1000), CPU).what == "latency"
+    assert measure.find_bound(measure.Work({"float32": 10**9}, 10**6, 10), CPU).what == "arithmetic"
+    assert measure.find_bound(measure.Work({}, 10**9, 10), CPU).what == "memory"
+    assert measure.find_bound(measure.Work({"float32": 10}, 10, 1000), CPU).what == "latency"
 
 
 def test_the_machines_speeds_are_plausible():

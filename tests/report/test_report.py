@@ -11,7 +11,7 @@ from halfstep.report import render, write_report
 from halfstep.report.comparison import Bound, Comparison, RecipeRows, SeedRun, SettingRow
 from halfstep.report.page import smooth
 from halfstep.report.svg import Line, line_chart, nice_ticks, number, power_ticks
-from halfstep.report.words import bounds, busy, cells, columns, recommended, sentence, verdict
+from halfstep.report.words import bounds, busy, cells, columns, find_recommended, sentence, verdict
 
 BOUND = Bound(0.004, 0.001, 0.00005, flops=2 * 10**9, bytes=10**7, ops=40)
 
@@ -282,7 +282,7 @@ def test_the_recommended_row_is_marked_once_and_the_command_is_named():
     page = render(shown)
     assert page.count("<tr class='best'><td>O2 bf16 <b>recommended</b>") == 1
     assert "halfstep train r · 2026-01-02 03:04" in page
-    assert recommended(recipe([row(), row("O2", "bf16")])) is None
+    assert find_recommended(recipe([row(), row("O2", "bf16")])) is None
 
 
 def test_an_interrupted_comparison_has_no_verdict():

@@ -64,10 +64,10 @@ class Rig:
     @property
     def state(self):
         """What is known of the gradients, from what the session would do with them."""
-        scale, losses = self.amp.state.carried[0], self.amp.state.losses
+        scale, losses = self.amp.state.gradient_scales[0], self.amp.state.losses
         if scale is None:
             return "empty"
-        return "kept" if not losses else "scaled" if losses[0].unseen else "unscaled"
+        return "kept" if not losses else "scaled" if losses[0].unchecked else "unscaled"
 
 
 def test_the_table_is_whole():
@@ -114,7 +114,7 @@ def test_without_a_scale_nothing_is_refused_that_has_gradients(state):
 
 def test_the_value_is_frozen_and_comes_back():
     rig = Rig(loss_scale="dynamic")
-    restore, before = rig.amp.remember(), rig.amp.state
+    restore, before = rig.amp.snapshot(), rig.amp.state
     rig.backward()
     rig.model.weight.grad.fill_(float("inf"))
     rig.amp.step()

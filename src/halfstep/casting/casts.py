@@ -16,7 +16,13 @@ import torch
 
 from halfstep.casting.fp32_out import PRODUCTS
 from halfstep.casting.kernel_choice import KernelTable
-from halfstep.casting.kernel_runners import CASTABLE, PLAIN, choice_of_gradients, chosen, tensors_of
+from halfstep.casting.kernel_runners import (
+    CASTABLE,
+    PLAIN,
+    choice_of_gradients,
+    make_low_op_runner,
+    tensors_of,
+)
 from halfstep.casting.kinds.convolution import sums_in_fp32
 from halfstep.casting.long_sums import with_fp32_sums
 from halfstep.casting.saved_low import SavedLow
@@ -76,19 +82,19 @@ class OpOnDevice:
         """The op as policies name it."""
         return schema_of(self.op).name.removeprefix("aten::")
 
-    def below(self, args: Args, kwargs: Kwargs) -> Any:
+    def call_below_autocast(self, args: Args, kwargs: Kwargs) -> Any:
         """Call the op with autocast out of the way, for itself and for the ops it is made of.
 
         Its sums are fp32, whichever dtype it runs in.
         """
-        return self.under(self.summing, *args, **kwargs)
+        return self.without_autocast(self.summing, *args, **kwargs)
 
     @functools.cached_property
     def summing(self) -> Callable[..., Any]:
         """The op's own kernels, or what stands for them where they add in 16 bits."""
         return with_fp32_sums(self.name, self.device_type, call_of(self.op))
 
-    def under(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def without_autocast(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Make a call with autocast out of the way."""
         exclude, key = exclude_key, self.key
         exclude(key, True)
@@ -97,17 +103,17 @@ class OpOnDevice:
         finally:
             exclude(key, False)
 
-    def untouched(self, keyset: Any, args: Args, kwargs: Kwargs) -> Any:
+    def call_own_kernel(self, keyset: Any, args: Args, kwargs: Kwargs) -> Any:
         """Call the op as if nothing were registered for it; the ops it is made of are still autocast."""
         if any(isinstance(args[i], int | float | complex) for i in _tensor_places(self.op) if i < len(args)):
             # `x * 2.0`: redispatching does not take a number where the schema has a tensor.
-            return self.below(args, kwargs)
+            return self.call_below_autocast(args, kwargs)
         return self.op.redispatch(keyset & keys_below(self.key), *args, **kwargs)
 
-    def plain(self, keyset: Any, args: Args, kwargs: Kwargs) -> Any:
+    def call_as_torch_autocast(self, keyset: Any, args: Args, kwargs: Kwargs) -> Any:
         """Do what torch alone would do inside `torch.autocast`."""
         if self.native is None:
-            return self.untouched(keyset, args, kwargs)
+            return self.call_own_kernel(keyset, args, kwargs)
         return self.native.call_boxed(keyset, *args, **kwargs)
 
 
@@ -132,10 +138,10 @@ def runner(
     round the output, forward and backward. `kernels`: where given, it says so for each op instead.
     """
     if row is None and site.native is None:
-        under, call = site.under, site.summing
+        under, call = site.without_autocast, site.summing
         return None if call is call_of(site.op) else lambda _, args, kwargs: under(call, *args, **kwargs)
     if row is None:
-        return site.untouched
+        return site.call_own_kernel
     rule, native = row.rule, site.native_rule
     if rule is Rule.BANNED and site.name.endswith("_"):
         return functools.partial(_refuse_in_place, site, row.reason, compute)
@@ -149,7 +155,9 @@ def runner(
         if kernels is None:
             return rounded if slow else low
         straight = site.native.call_boxed if casts_in_cpp else None
-        return chosen(site.op.name(), compute, kernels, site.under, low, rounded, straight)
+        return make_low_op_runner(
+            site.op.name(), compute, kernels, site.without_autocast, low, rounded, straight
+        )
     if rule is Rule.FP32_OUT:
         return _fp32_out_runner(site, compute, kernels)
     if rule is Rule.FULL:
@@ -162,12 +170,12 @@ def runner(
         return _norm_runner(site)
     # Torch's own kernel stands in the way: even its promotion refuses fp16 in a bf16 region.
     is_native = site.native is None and site.summing is call_of(site.op)
-    return None if is_native else lambda _, args, kwargs: site.below(args, kwargs)
+    return None if is_native else lambda _, args, kwargs: site.call_below_autocast(args, kwargs)
 
 
 def _dtypes(args: Args, kwargs: Kwargs) -> set[torch.dtype]:
-    found = {t.dtype for t in tensors_of(args)}
-    return found | {t.dtype for t in tensors_of(kwargs.values())} if kwargs else found
+    dtypes = {t.dtype for t in tensors_of(args)}
+    return dtypes | {t.dtype for t in tensors_of(kwargs.values())} if kwargs else dtypes
 
 
 def _map(args: Args, kwargs: Kwargs, change: Callable[[torch.Tensor], torch.Tensor]) -> tuple[Args, Kwargs]:
@@ -194,12 +202,12 @@ def _caster(device_type: str, dtype: torch.dtype) -> Callable[[torch.Tensor], to
 
 
 def _cast_below(site: OpOnDevice, dtype: torch.dtype, args: Args, kwargs: Kwargs) -> Any:
-    return site.below(*_map(args, kwargs, _caster(site.device_type, dtype)))
+    return site.call_below_autocast(*_map(args, kwargs, _caster(site.device_type, dtype)))
 
 
 def _run_wide(site: OpOnDevice, wide: set[torch.dtype], args: Args, kwargs: Kwargs) -> Any:
     """Run a LOW op of fp64, wholly in fp64, or of complex numbers, which stay."""
-    return _cast_below(site, _F64, args, kwargs) if _F64 in wide else site.below(args, kwargs)
+    return _cast_below(site, _F64, args, kwargs) if _F64 in wide else site.call_below_autocast(args, kwargs)
 
 
 def _low_runner(site: OpOnDevice, compute: torch.dtype) -> Runner:
@@ -208,7 +216,7 @@ def _low_runner(site: OpOnDevice, compute: torch.dtype) -> Runner:
     def run(_: Any, args: Args, kwargs: Kwargs) -> Any:
         if wide := _dtypes(args, kwargs) & _WIDE:
             return _run_wide(site, wide, args, kwargs)
-        return site.below(*_map(args, kwargs, to_compute))
+        return site.call_below_autocast(*_map(args, kwargs, to_compute))
 
     return run
 
@@ -258,7 +266,7 @@ def _slow_runner(site: OpOnDevice, compute: torch.dtype, rounds_result: bool = T
         saved = SavedLow()
         with saved:
             changed, named = _map(args, kwargs, functools.partial(widen, saved))
-            out = site.below(_keep_added(changed, args, added), named)
+            out = site.call_below_autocast(_keep_added(changed, args, added), named)
         return tuple(narrow(o) for o in out) if isinstance(out, (tuple, list)) else narrow(out)
 
     return run
@@ -297,7 +305,7 @@ def _fp32_out_runner(site: OpOnDevice, compute: torch.dtype, kernels: KernelTabl
             choice = None if kernels is None else choice_of_gradients(kernels, site.op.name(), args, compute)
             if kernels is None or choice is not None:
                 low = _map(args, kwargs, to_compute)[0]
-                out = site.under(product, choice, *_keep_added(low, args, _ADDED.get(site.name)))
+                out = site.without_autocast(product, choice, *_keep_added(low, args, _ADDED.get(site.name)))
                 if out is not NotImplemented:
                     return out
         return in_fp32(keyset, args, kwargs)
@@ -307,7 +315,7 @@ def _fp32_out_runner(site: OpOnDevice, compute: torch.dtype, kernels: KernelTabl
 
 def _full_runner(site: OpOnDevice) -> Runner:
     to_full = _caster(site.device_type, _F32)
-    return lambda _, args, kwargs: site.below(*_map(args, kwargs, to_full))
+    return lambda _, args, kwargs: site.call_below_autocast(*_map(args, kwargs, to_full))
 
 
 def _dtype_argument_runner(site: OpOnDevice) -> Runner:
@@ -321,10 +329,10 @@ def _dtype_argument_runner(site: OpOnDevice) -> Runner:
     position = names.index("dtype")
 
     def run(keyset: Any, args: Args, kwargs: Kwargs) -> Any:
-        given = args[position] if position < len(args) else kwargs.get("dtype")
-        if given is not None or not _dtypes(args, {}) & _LOW:
-            return site.below(args, kwargs)
-        return site.below(args[:position], {**kwargs, "dtype": _F32})
+        dtype = args[position] if position < len(args) else kwargs.get("dtype")
+        if dtype is not None or not _dtypes(args, {}) & _LOW:
+            return site.call_below_autocast(args, kwargs)
+        return site.call_below_autocast(args[:position], {**kwargs, "dtype": _F32})
 
     return run
 
@@ -343,7 +351,7 @@ def _widest_runner(site: OpOnDevice) -> Runner:
         dtypes = _dtypes(args, kwargs)
         target = widest(dtypes)
         if target is None or len(dtypes) == 1:
-            return site.below(args, kwargs)
+            return site.call_below_autocast(args, kwargs)
         return _cast_below(site, target, args, kwargs)
 
     return run
@@ -356,7 +364,7 @@ def _in_place_runner(site: OpOnDevice) -> Runner:
         target = args[0].dtype
         if (target in CASTABLE or target is _F64) and len(_dtypes(args, kwargs) & {*CASTABLE, _F64}) > 1:
             return _cast_below(site, target, args, kwargs)
-        return site.below(args, kwargs)
+        return site.call_below_autocast(args, kwargs)
 
     return run
 
@@ -376,23 +384,23 @@ def _norm_runner(site: OpOnDevice) -> Runner:
     )
 
     def run(_: Any, args: Args, kwargs: Kwargs) -> Any:
-        x, kept = args[0], args[3] if has_statistics else None
-        into = (x if kept is None else kept).dtype
+        x, running_mean = args[0], args[3] if has_statistics else None
+        into = (x if running_mean is None else running_mean).dtype
         dtypes = {args[i].dtype for i in positions if i < len(args) and args[i] is not None}
         if x.dtype is not into and (into is not _F32 or x.dtype is _F64):
             wide = _F64 if _F64 in {x.dtype, into} else _F32
             return _beside_statistics(site, wide, args, kwargs)
         if x.dtype is _F64 and dtypes - {_F64}:  # as a LOW op: all of it in fp64
-            return site.below(cast_parameters(args, _F64), kwargs)
+            return site.call_below_autocast(cast_parameters(args, _F64), kwargs)
         if not dtypes - {into} or (mixes and dtypes == {_F32}):
-            return site.below(args, kwargs)
+            return site.call_below_autocast(args, kwargs)
         is_low = x.dtype is not _F32 and x.dtype in CASTABLE
-        if not is_low or _F32 not in dtypes or not (kept is None or into is _F32):
-            return site.below(cast_parameters(args, into), kwargs)
+        if not is_low or _F32 not in dtypes or not (running_mean is None or into is _F32):
+            return site.call_below_autocast(cast_parameters(args, into), kwargs)
         saved = SavedLow()
         with saved:
             wide = [saved.remember(x.to(_F32), x), *args[1:]]
-            out = site.below(cast_parameters(wide, _F32), kwargs)
+            out = site.call_below_autocast(cast_parameters(wide, _F32), kwargs)
         return (out[0].to(x.dtype), *out[1:]) if isinstance(out, tuple) else out.to(x.dtype)
 
     def cast_parameters(args: Args, into: torch.dtype) -> Args:
@@ -409,7 +417,7 @@ def _norm_runner(site: OpOnDevice) -> Runner:
 def _beside_statistics(site: OpOnDevice, dtype: torch.dtype, args: Args, kwargs: Kwargs) -> torch.Tensor:
     """Run a normalisation in `dtype` and write to its statistics, 4th and 5th of `args`, what they became."""
     wide = [a.to(dtype) if isinstance(a, torch.Tensor) else a for a in args]
-    out = site.below(wide, kwargs)
+    out = site.call_below_autocast(wide, kwargs)
     for kept, new in zip(args[3:5], wide[3:5], strict=True):
         kept.copy_(new)
     return out.to(args[0].dtype)
@@ -433,7 +441,7 @@ def _refuse_in_place(
     """Refuse an op in place on 16-bit tensors, to which it must not round its result."""
     if _dtypes(args, kwargs) & {torch.float16, torch.bfloat16}:
         raise refusal(f"{site.name} on 16 bits", reason, compute, REMEDIES.get(site.name))
-    return site.untouched(keyset, args, kwargs)
+    return site.call_own_kernel(keyset, args, kwargs)
 
 
 # Weights cast once for a scope, by id: the weight and its copies by dtype.
@@ -455,7 +463,7 @@ class _UseFrozen(torch.autograd.Function):
         return grad_outputs[0].to(_F32), None
 
 
-def thaw(frozen: Frozen, args: Args, dtype: torch.dtype) -> Args:
+def use_cast_weights(frozen: Frozen, args: Args, dtype: torch.dtype) -> Args:
     """Arguments with each frozen fp32 weight replaced by its copy in `dtype`, made at the first use."""
 
     def one(value: Any) -> Any:

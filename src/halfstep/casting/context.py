@@ -21,10 +21,10 @@ from halfstep.casting.state import Setting, Switch
 from halfstep.errors import ConfigError
 from halfstep.policy.policy import Policy
 from halfstep.torch_private import (
+    allow_in_graph,
     constant_when_traced,
     not_compiled,
     put_back_when_broken,
-    traced_from_outside,
 )
 
 P = ParamSpec("P")
@@ -114,24 +114,24 @@ class autocast:
     def __enter__(self) -> Self:
         if torch.compiler.is_compiling():
             return self._enter_traced()
-        found = regions.found_by(self, self._setting or _setting(*self._arguments))
+        region = regions.capture_outer(self, self._setting or _setting(*self._arguments))
         try:
-            regions.enter(found)
+            regions.enter(region)
             return self
         except BaseException:  # a signal may come between any two lines
-            regions.leave(found)
+            regions.leave(region)
             raise
 
     @not_compiled
     def __exit__(self, *_: object) -> None:
-        found = None
+        region = None
         try:
             if torch.compiler.is_compiling():
                 return self._exit_traced()
-            found = regions.entered_by(self)
-            regions.leave(found)
+            region = regions.innermost_of(self)
+            regions.leave(region)
         except BaseException:
-            regions.leave(found or regions.entered_by(self))
+            regions.leave(region or regions.innermost_of(self))
             raise
 
     def _enter_traced(self) -> Self:
@@ -167,7 +167,7 @@ class autocast:
         return wrapper
 
 
-traced_from_outside(autocast)
+allow_in_graph(autocast)
 
 # --- functions that stop and go on -------------------------------------------------------------------------
 
@@ -243,7 +243,7 @@ def active_policy(device_type: str | None = None) -> Policy | None:
     """The policy of the innermost region of this thread (on `device_type`), None outside or where it is
     off."""
     if torch.compiler.is_compiling():
-        return traced_policy(device_type)
+        return policy_under_trace(device_type)
     for setting in (entered.setting for entered in reversed(state.thread().entered)):
         if device_type is None or setting.device_type == device_type:
             return setting.policy if setting.code is not None else None
@@ -251,10 +251,10 @@ def active_policy(device_type: str | None = None) -> Policy | None:
 
 
 @constant_when_traced
-def traced_policy(device_type: str | None) -> Policy | None:
+def policy_under_trace(device_type: str | None) -> Policy | None:
     """Return the policy of the region that the code Dynamo traces is in, which is in no thread's list."""
     setting = regions.in_force(devices.resolve(device_type).type)
     return None if setting is None else setting.policy
 
 
-install_measured(kernel_probes.measured_table(autocast))
+install_measured(kernel_probes.make_measured_table(autocast))

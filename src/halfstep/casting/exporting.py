@@ -42,21 +42,21 @@ def record_casts() -> None:
     def __torch_dispatch__(
         self: Any, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        given = kwargs or {}
-        run = None if _here.casts or not self.pre_dispatch else _run_for(func, args, given)
+        keywords = kwargs or {}
+        run = None if _here.casts or not self.pre_dispatch else _runner_for(func, args, keywords)
         if run is None:
             return record(self, func, types, args, kwargs)
         _here.casts = True
         try:
             with self:  # on whose stack the casts are recorded too
-                return run(None, args, given)
+                return run(None, args, keywords)
         finally:
             _here.casts = False
 
     mode.__torch_dispatch__ = __torch_dispatch__
 
 
-def _run_for(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Runner | None:
+def _runner_for(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Runner | None:
     """Return what the region does with an op; None where it leaves the op alone, or there is none of ours."""
     for device_type in dict.fromkeys(t.device.type for t in tensors_of((*args, *kwargs.values()))):
         setting = regions.in_force(device_type)

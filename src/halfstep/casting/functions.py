@@ -117,19 +117,19 @@ def custom_fwd(
     """
     if fwd is None:
         return functools.partial(custom_fwd, device_type=device_type, cast_inputs=cast_inputs)
-    wanted = None if cast_inputs is None else parse_dtype(cast_inputs)
+    input_dtype = None if cast_inputs is None else parse_dtype(cast_inputs)
 
     @functools.wraps(fwd)
     def wrapper(ctx: Any, *args: Any, **kwargs: Any) -> Any:
         kind = device_type or first_device((args, kwargs))
-        if wanted is None or not torch.is_autocast_enabled(kind):
+        if input_dtype is None or not torch.is_autocast_enabled(kind):
             ctx.halfstep_region = _here(kind)
             return fwd(ctx, *args, **kwargs)
         ctx.halfstep_region = functools.partial(autocast, kind, enabled=False)
 
         def change(value: Any) -> Any:
             fits = isinstance(value, torch.Tensor) and value.is_floating_point() and value.device.type == kind
-            return value.to(wanted) if fits and value.dtype is not torch.float64 else value
+            return value.to(input_dtype) if fits and value.dtype is not torch.float64 else value
 
         args, kwargs = pytree.tree_map(change, (args, kwargs))
         with ctx.halfstep_region():

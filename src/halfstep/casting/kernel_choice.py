@@ -60,8 +60,8 @@ class Row:
 
     def fits(self, cls: OpClass, needs: str) -> bool:
         """Whether it speaks of this class."""
-        wanted = (getattr(self, name) for name in _FIELDS)
-        return all(w is None or w == g for w, g in zip(wanted, (*astuple(cls), needs), strict=True))
+        conditions = (getattr(self, name) for name in _FIELDS)
+        return all(w is None or w == g for w, g in zip(conditions, (*astuple(cls), needs), strict=True))
 
     @property
     def exact(self) -> tuple[OpClass, str] | None:
@@ -88,7 +88,7 @@ def decide(times: Mapping[str, Times], overhead: float, margin: float = MARGIN) 
     is less, everything stays native.
     """
     picked: dict[str, str] = {}
-    won, said = 0.0, list[str]()
+    won, reasons = 0.0, list[str]()
     for direction, row in times.items():
         native = row.get("native")
         others = {name: t for name, t in row.items() if t is not None and name != "native"}
@@ -98,19 +98,19 @@ def decide(times: Mapping[str, Times], overhead: float, margin: float = MARGIN) 
         picked[direction] = best
         won += float("inf") if native is None else native - others[best]
         share = "a small part" if native is None else f"{others[best] / native:.2f}"
-        said.append(f"{direction}: {best} at {share} of native")
+        reasons.append(f"{direction}: {best} at {share} of native")
     if picked and won <= overhead:
         return NATIVE, "what another way would win is less than calling it costs"
-    return Choice(**picked), "; ".join(said) or f"nothing at {margin:.2f} of native or less"
+    return Choice(**picked), "; ".join(reasons) or f"nothing at {margin:.2f} of native or less"
 
 
 def decide_whole(times: Mapping[str, Times], overhead: float, margin: float = MARGIN) -> tuple[Choice, str]:
     """Return the same for an op that is rounded in every direction or in none."""
     native, ours = ([row.get(name) for row in times.values() if row] for name in ("native", "rounded"))
-    theirs = sum(math.inf if t is None else t for t in native)
-    taken = sum(math.inf if t is None else t for t in ours)
-    if taken <= margin * theirs and taken + overhead < theirs:
-        return ROUNDED, f"as a whole: rounded at {taken / theirs:.2f} of native"
+    native_time = sum(math.inf if t is None else t for t in native)
+    rounded_time = sum(math.inf if t is None else t for t in ours)
+    if rounded_time <= margin * native_time and rounded_time + overhead < native_time:
+        return ROUNDED, f"as a whole: rounded at {rounded_time / native_time:.2f} of native"
     return NATIVE, f"as a whole, rounded is not at {margin:.2f} of native or less"
 
 
@@ -157,13 +157,13 @@ class KernelTable:
         with self._lock:
             key = cls, needs
             fitting = (row for row in self._open if row.fits(cls, needs))
-            found = self._known.get(key) or next(fitting, None)
-            if found is None and self._measure is not None:
-                choice, why = self._decided(self._measure, cls, needs)
-                found = self._known[key] = Row(choice, **asdict(cls), needs=needs, why=why)
-            return found or Row(NATIVE, why="not in this table")
+            entry = self._known.get(key) or next(fitting, None)
+            if entry is None and self._measure is not None:
+                choice, why = self._decide_class(self._measure, cls, needs)
+                entry = self._known[key] = Row(choice, **asdict(cls), needs=needs, why=why)
+            return entry or Row(NATIVE, why="not in this table")
 
-    def _decided(
+    def _decide_class(
         self, measure: Callable[[OpClass, str], Times], cls: OpClass, needs: str
     ) -> tuple[Choice, str]:
         if not cls.size:
@@ -180,22 +180,25 @@ class KernelTable:
     def rows(self) -> tuple[Row, ...]:
         """What was given or measured for one class each, then what was given for any."""
         with self._lock:
-            known = sorted(self._known.items(), key=lambda item: item[0])
-        return (*(row for _, row in known), *self._open)
+            exact_rows = sorted(self._known.items(), key=lambda item: item[0])
+        return (*(row for _, row in exact_rows), *self._open)
 
     @property
     def measures(self) -> bool:
         """Whether a class that it does not know is measured."""
         return self._measure is not None
 
-    def pinned(self, rows: Iterable[Row]) -> KernelTable:
+    def with_rows(self, rows: Iterable[Row]) -> KernelTable:
         """Return a table with these choices that goes on as this one for classes they do not speak of.
 
         It is this one where they are its own: each table is held for good by the regions that ran under it.
         """
         theirs = tuple(rows)
-        own = [None if row.exact is None else self._known.get(row.exact) for row in theirs]
-        if all(known is not None and known.choice == row.choice for known, row in zip(own, theirs)):
+        stored_rows = [None if row.exact is None else self._known.get(row.exact) for row in theirs]
+        if all(
+            stored_row is not None and stored_row.choice == row.choice
+            for stored_row, row in zip(stored_rows, theirs)
+        ):
             return self
         broad = [row for row in theirs if row.exact is None]
         mine = [
@@ -205,8 +208,8 @@ class KernelTable:
         ]
         exact = [r for r in (*mine, *theirs) if r.exact is not None]  # of two for one class the later holds
         last = [row for row in mine if row.exact is None]
-        asked = self._measure, self._overhead, "pinned", self.measured, self._pays
-        return KernelTable((*exact, *broad, *last), *asked)
+        arguments = self._measure, self._overhead, "pinned", self.measured, self._pays
+        return KernelTable((*exact, *broad, *last), *arguments)
 
     @property
     def digest(self) -> str:
@@ -242,14 +245,14 @@ def check_row(number: int, row: Mapping[str, Any]) -> None:
     _check(number, "size", row.get("size"), extents)
 
 
-def _check(number: int, key: str, given: str | None, known: Collection[str]) -> None:
-    if given is None or given in known:
+def _check(number: int, key: str, value: str | None, allowed: Collection[str]) -> None:
+    if value is None or value in allowed:
         return
-    near = difflib.get_close_matches(given, list(known), n=1)
-    short = list(dict.fromkeys(known)) if len(known) < 60 else ["the name of an overload of torch's"]
+    near = difflib.get_close_matches(value, list(allowed), n=1)
+    short = list(dict.fromkeys(allowed)) if len(allowed) < 60 else ["the name of an overload of torch's"]
     hint = f"; did you mean {near[0]!r}?" if near else ""
     raise ValueError(
-        f"kernel row {number} has {key} = {given!r}; expected {', '.join(map(repr, short))}{hint}"
+        f"kernel row {number} has {key} = {value!r}; expected {', '.join(map(repr, short))}{hint}"
     )
 
 
@@ -280,20 +283,20 @@ def from_plain(values: object) -> tuple[Row, ...]:
 def _row(number: int, value: object) -> Row:
     if not isinstance(value, Mapping):
         raise ValueError(f"kernel row {number} is a {type(value).__name__}, expected keys and values")
-    given = dict(cast("Mapping[str, Any]", value))
+    fields = dict(cast("Mapping[str, Any]", value))
     allowed = (*_FIELDS, *DIRECTIONS, "why")
-    if stray := sorted(set(given) - set(allowed)):
+    if stray := sorted(set(fields) - set(allowed)):
         raise ValueError(f"kernel row {number} has {stray[0]!r}; expected some of {', '.join(allowed)}")
     for name in ("op", "dtype", "geometry", "size", "needs", "why"):
-        if not isinstance(given.get(name, ""), str):
-            raise ValueError(f"kernel row {number} has {name} = {given[name]!r}; expected text")
-    _check(number, "needs", given.get("needs"), NEEDS)
+        if not isinstance(fields.get(name, ""), str):
+            raise ValueError(f"kernel row {number} has {name} = {fields[name]!r}; expected text")
+    _check(number, "needs", fields.get("needs"), NEEDS)
     for direction in DIRECTIONS:
-        _check(number, direction, given.get(direction), IMPLEMENTATIONS)
-    if not isinstance(given.get("threads", 1), int):
-        raise ValueError(f"kernel row {number} has threads = {given['threads']!r}; expected a number")
-    choice = Choice(**{d: given.pop(d) for d in DIRECTIONS if d in given})
-    return Row(choice, **given)
+        _check(number, direction, fields.get(direction), IMPLEMENTATIONS)
+    if not isinstance(fields.get("threads", 1), int):
+        raise ValueError(f"kernel row {number} has threads = {fields['threads']!r}; expected a number")
+    choice = Choice(**{d: fields.pop(d) for d in DIRECTIONS if d in fields})
+    return Row(choice, **fields)
 
 
 def read_toml(path: str | Path) -> tuple[Row, ...]:
@@ -360,7 +363,7 @@ def table_of(kernels: Kernels = None) -> KernelTable:
     return _files[key]
 
 
-def saved(table: KernelTable) -> list[dict[str, Any]]:
+def dump_table(table: KernelTable) -> list[dict[str, Any]]:
     """What a session's state keeps of its table: its rows, and one for the rest unless it is measured."""
     rows = [replace(row, why="") for row in table.rows]
     if not table.measured and not any(row.fits_all for row in rows):
@@ -368,11 +371,11 @@ def saved(table: KernelTable) -> list[dict[str, Any]]:
     return to_plain(rows)
 
 
-def restored(state: object, own: KernelTable) -> KernelTable:
+def load_table(state: object, table: KernelTable) -> KernelTable:
     """Return the table of a saved session: its choices, and its rest.
 
-    A saved session that measured goes on measuring the classes it never met: by `own` where that measures, or
-    where ranks must agree; by this machine otherwise.
+    A saved session that measured goes on measuring the classes it never met: by `table` where that measures,
+    or where ranks must agree; by this machine otherwise.
 
     Raises:
         CheckpointError: what is no such state.
@@ -382,7 +385,7 @@ def restored(state: object, own: KernelTable) -> KernelTable:
     except ValueError as error:
         raise CheckpointError(f"the kernels of a session state cannot be read: {error}") from error
     if any(row.fits_all for row in rows):
-        same = to_plain(rows) == to_plain(own.rows) and not own.measures
-        return own if same else KernelTable(rows, name="pinned")
-    agreed = own.measured or world_size() > 1
-    return (own if agreed else table_of("measured")).pinned(rows)
+        same = to_plain(rows) == to_plain(table.rows) and not table.measures
+        return table if same else KernelTable(rows, name="pinned")
+    agreed = table.measured or world_size() > 1
+    return (table if agreed else table_of("measured")).with_rows(rows)

@@ -41,10 +41,10 @@ class KernelFact:
     why: str
 
 
-def _shown_geometries(op: str) -> tuple[str, ...]:
+def _typical_geometries(op: str) -> tuple[str, ...]:
     """Those that stand for the others: images rather than series and volumes, torch's own layout."""
-    found = [g for g in KINDS[op].geometries if not g.endswith("channels_last")]
-    return tuple(g for g in found if g[:2] not in ("1d", "3d") or g.endswith("dense"))
+    geometries = [g for g in KINDS[op].geometries if not g.endswith("channels_last")]
+    return tuple(g for g in geometries if g[:2] not in ("1d", "3d") or g.endswith("dense"))
 
 
 def kernel_facts(
@@ -53,7 +53,7 @@ def kernel_facts(
     """All kinds of op in `dtype`, by what `table` says; `times` is asked only where the table measures."""
     threads, name = torch.get_num_threads(), dtype_name(dtype)
     for op in _KINDS:
-        for geometry in _shown_geometries(op):
+        for geometry in _typical_geometries(op):
             for size in MEASURED if table.measures else (SHOWN,):
                 yield from _of_class(table, OpClass(op, name, geometry, size, threads), times)
 
@@ -63,14 +63,16 @@ def _of_class(
 ) -> Iterator[KernelFact]:
     row = table.row(cls, "i" if cls.op == "attention" else "iw*" if KINDS[cls.op].one_backward else "iw")
     for direction in DIRECTIONS[:2] if KINDS[cls.op].one_backward else DIRECTIONS:
-        taken, native, ratio = str(getattr(row.choice, direction)), None, None
+        implementation, native, ratio = str(getattr(row.choice, direction)), None, None
         if table.measures:
             fp32 = times(replace(cls, dtype="fp32"), direction)["native"] or float("nan")
-            found = times(cls, direction)
-            slow, fast = found.get("native"), found.get(taken)
+            seconds = times(cls, direction)
+            slow, fast = seconds.get("native"), seconds.get(implementation)
             native = None if slow is None else slow / fp32
             ratio = None if fast is None else fast / fp32
-        yield KernelFact(cls.op, cls.geometry, cls.size, cls.dtype, direction, taken, native, ratio, row.why)
+        yield KernelFact(
+            cls.op, cls.geometry, cls.size, cls.dtype, direction, implementation, native, ratio, row.why
+        )
 
 
 #: A dtype whose ops take more than this share of fp32's time does not pay.
@@ -91,23 +93,23 @@ def shares(rows: Mapping[str, Times], dtype: str, threads: int) -> dict[str, flo
             continue
         full_times = rows.get("|".join((parts[0], "fp32", *parts[2:])), {})
         base = full_times.get("native") or times.get("rounded")
-        found = [t for t in times.values() if t is not None]
-        if base and found:
-            low[parts[0]] += min(found)
+        seconds = [t for t in times.values() if t is not None]
+        if base and seconds:
+            low[parts[0]] += min(seconds)
             full[parts[0]] += base
     return {op: low[op] / full[op] for op in low}
 
 
 def does_not_pay(rows: Mapping[str, Times], dtype: str, threads: int) -> str | None:
     """Say that `dtype` does not pay here, with the measured shares; None where it does, or none is known."""
-    found = shares(rows, dtype, threads)
-    if not found:
+    op_shares = shares(rows, dtype, threads)
+    if not op_shares:
         return None
-    mean = math.exp(sum(map(math.log, found.values())) / len(found))
+    mean = math.exp(sum(map(math.log, op_shares.values())) / len(op_shares))
     if mean <= PAYS:
         return None
-    told = ", ".join(f"{op} {share:.2f}" for op, share in sorted(found.items()))
+    summary = ", ".join(f"{op} {share:.2f}" for op, share in sorted(op_shares.items()))
     return (
         f"{dtype} does not pay on this machine: by its fastest kernels its ops take {mean:.2f} of fp32's "
-        f"time ({told}); level O0 is as fast, and `halfstep tune` or level='auto' measures a model itself"
+        f"time ({summary}); level O0 is as fast, and `halfstep tune` or level='auto' measures a model itself"
     )

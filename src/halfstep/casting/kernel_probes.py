@@ -22,7 +22,7 @@ import torch
 
 from halfstep import devices
 from halfstep.casting.kernel_choice import IMPLEMENTATIONS, NEEDS, KernelTable, Row, Times
-from halfstep.casting.kernel_race import HOPELESS, Call, race, stood_in_line
+from halfstep.casting.kernel_race import HOPELESS, Call, race, read_scheduler_wait
 from halfstep.casting.kinds import KINDS
 from halfstep.casting.kinds.kind import NATIVE, SIZES, Choice, OpClass, sizes, values_of
 from halfstep.casting.kinds.products import Linear
@@ -68,42 +68,44 @@ def whole_table(table: KernelTable, dtype: torch.dtype, seconds: float = math.in
 _TRIES, _DISTURBED, _REST = 3, 0.1, 0.003
 
 
-class Taken(NamedTuple):
+class Timing(NamedTuple):
     """Seconds by implementation, None for what cannot run; `steady` where they are worth keeping."""
 
     times: dict[str, float | None]
     steady: bool
 
 
-def take(candidates: Mapping[str, Call], threads: int, skip: frozenset[str] = frozenset()) -> Taken:
+def time_candidates(
+    candidates: Mapping[str, Call], threads: int, skip: frozenset[str] = frozenset()
+) -> Timing:
     """Time candidates against each other on so many threads; None for those skipped too.
 
     Where other programs hold the cores, several threads cannot be timed: those of one thread stand in.
     """
     alive = {name: call for name, call in candidates.items() if name not in skip}
     for _ in range(_TRIES if threads > 1 else 0):
-        waited, began = stood_in_line(), time.monotonic()
-        found = race(alive)
-        if stood_in_line() - waited <= _DISTURBED * (time.monotonic() - began):
-            return Taken({name: found.get(name) for name in candidates}, True)
+        waited, began = read_scheduler_wait(), time.monotonic()
+        seconds = race(alive)
+        if read_scheduler_wait() - waited <= _DISTURBED * (time.monotonic() - began):
+            return Timing({name: seconds.get(name) for name in candidates}, True)
         time.sleep(_REST)
     torch.set_num_threads(1)
     try:
-        found = race(alive)
+        seconds = race(alive)
     finally:
         torch.set_num_threads(threads)
-    return Taken({name: found.get(name) for name in candidates}, threads == 1)
+    return Timing({name: seconds.get(name) for name in candidates}, threads == 1)
 
 
-def _run_probe(cls: OpClass, direction: str, skip: frozenset[str]) -> Taken:
+def _run_probe(cls: OpClass, direction: str, skip: frozenset[str]) -> Timing:
     with torch.no_grad():
         candidates = KINDS[cls.op].probe(cls, direction)
         if cls.dtype == "fp32":  # what others are compared with
             candidates = {"native": candidates["native"]}
-        return take(candidates, cls.threads, skip)
+        return time_candidates(candidates, cls.threads, skip)
 
 
-def time_layer(region: Region, cls: OpClass, needs: str, choice: Choice) -> Taken:
+def time_layer(region: Region, cls: OpClass, needs: str, choice: Choice) -> Timing:
     """What an op takes as a layer calls it, both ways and in a region: by torch's own kernels, and as chosen.
 
     The times of bare kernels do not show it: an op that leaves torch's own dispatch pays for Python and for
@@ -112,18 +114,20 @@ def time_layer(region: Region, cls: OpClass, needs: str, choice: Choice) -> Take
     layer = KINDS[cls.op].layer
     assert layer is not None
     op, leaves = layer(cls)
-    wanted = [t.requires_grad_() for t, need in zip(leaves, "iww") if need in needs]
+    grad_leaves = [t.requires_grad_() for t, need in zip(leaves, "iww") if need in needs]
 
     def run(table: KernelTable) -> object:
         with region("cpu", parse_dtype(cls.dtype), kernels=table):
             out = op(*leaves)
-        return torch.autograd.grad(out, wanted, torch.ones_like(out)) if wanted else out
+        return torch.autograd.grad(out, grad_leaves, torch.ones_like(out)) if grad_leaves else out
 
     tables = {"native": KernelTable([Row(NATIVE)]), "rounded": KernelTable([Row(choice)])}
-    return take({name: functools.partial(run, table) for name, table in tables.items()}, cls.threads)
+    return time_candidates(
+        {name: functools.partial(run, table) for name, table in tables.items()}, cls.threads
+    )
 
 
-def _run_overhead() -> Taken:
+def _run_overhead() -> Timing:
     """Return seconds that one op through an autograd Function of ours takes beyond torch's own, both ways."""
     x, weight = (values_of((8, 8), torch.bfloat16, seed).requires_grad_() for seed in (1, 2))
     ones = torch.ones(8, 8, dtype=torch.bfloat16, device="cpu")
@@ -134,8 +138,8 @@ def _run_overhead() -> Taken:
     def torchs() -> object:
         return torch.autograd.grad(torch.nn.functional.linear(x, weight), (x, weight), ones)
 
-    found = race({"torch": torchs, "ours": ours})
-    return Taken({"native": max(1e-6, found["ours"] - found["torch"])}, True)
+    seconds = race({"torch": torchs, "ours": ours})
+    return Timing({"native": max(1e-6, seconds["ours"] - seconds["torch"])}, True)
 
 
 # --- remembering -------------------------------------------------------------------------------------------
@@ -153,7 +157,7 @@ class Measurements:
     serves this process alone.
     """
 
-    def __init__(self, file: Callable[[], Path], run: Callable[..., Taken] = _run_probe) -> None:
+    def __init__(self, file: Callable[[], Path], run: Callable[..., Timing] = _run_probe) -> None:
         self._file, self._run = file, run
         self._rows: dict[str, dict[str, float | None]] | None = None
         self._lock = threading.RLock()
@@ -165,10 +169,12 @@ class Measurements:
             return {}
         key = "|".join((cls.op, cls.dtype, cls.geometry, cls.size, str(cls.threads), direction))
         with self._lock:
-            found = self._load().get(key)
-            return found or self._measured(key, self._run, cls, direction, self._hopeless(cls, direction))
+            seconds = self._load().get(key)
+            return seconds or self._measure(
+                key, self._run, cls, direction, self._skip_at_this_size(cls, direction)
+            )
 
-    def known(self) -> Mapping[str, Times]:
+    def lookup(self) -> Mapping[str, Times]:
         """Return what was measured so far, here or in an earlier process; measures nothing."""
         with self._lock:
             return dict(self._load())
@@ -176,8 +182,8 @@ class Measurements:
     def overhead(self) -> float:
         """Return seconds that leaving torch's own dispatch costs an op."""
         with self._lock:
-            found = self._load().get("overhead") or self._measured("overhead", _run_overhead)
-        return found["native"] or 0.0
+            seconds = self._load().get("overhead") or self._measure("overhead", _run_overhead)
+        return seconds["native"] or 0.0
 
     def pays(self, region: Region, cls: OpClass, needs: str, choice: Choice) -> bool:
         """Whether a choice is faster in a layer too, with Python and casts; large ops win by more."""
@@ -186,11 +192,11 @@ class Measurements:
         ways = ",".join((choice.forward, choice.input, choice.weight))
         key = "|".join(("layer", *map(str, astuple(cls)), needs, ways))
         with self._lock:
-            found = self._load().get(key) or self._measured(key, time_layer, region, cls, needs, choice)
-        native, chosen = found["native"], found.get("rounded")
+            seconds = self._load().get(key) or self._measure(key, time_layer, region, cls, needs, choice)
+        native, chosen = seconds["native"], seconds.get("rounded")
         return native is None or (chosen is not None and chosen <= PAYS * native)
 
-    def _hopeless(self, cls: OpClass, direction: str) -> frozenset[str]:
+    def _skip_at_this_size(self, cls: OpClass, direction: str) -> frozenset[str]:
         """What lost so clearly at smaller sizes, and ever more clearly, that this size need not show it."""
         smaller = SIZES[: SIZES.index(cls.size)][-2:]
         lost = [_ratios(self.times(replace(cls, size=size), direction)) for size in smaller]
@@ -209,14 +215,14 @@ class Measurements:
             self._rows = read_rows(self._file(), _sound)
         return self._rows
 
-    def _measured(self, key: str, call: Callable[..., Taken], *args: Any) -> dict[str, float | None]:
+    def _measure(self, key: str, call: Callable[..., Timing], *args: Any) -> dict[str, float | None]:
         self.probes += 1
         with ThreadPoolExecutor(1) as fresh:
-            taken = fresh.submit(call, *args).result()
-        self._load()[key] = taken.times
-        if taken.steady:
-            write_rows(self._file(), {**read_rows(self._file(), _sound), key: taken.times})
-        return taken.times
+            timing = fresh.submit(call, *args).result()
+        self._load()[key] = timing.times
+        if timing.steady:
+            write_rows(self._file(), {**read_rows(self._file(), _sound), key: timing.times})
+        return timing.times
 
 
 def _sound(row: Mapping[str, Any]) -> bool:
@@ -227,14 +233,14 @@ def _sound(row: Mapping[str, Any]) -> bool:
 def times_file() -> Path:
     """Where this machine's times are kept; another CPU, instruction set, torch or set of probes has its
     own."""
-    found = devices.cache_file("cpu")
-    return found.with_name(found.name.replace("devices-", f"kernel-times-{_PROBES_VERSION}-", 1))
+    cache_file = devices.cache_file("cpu")
+    return cache_file.with_name(cache_file.name.replace("devices-", f"kernel-times-{_PROBES_VERSION}-", 1))
 
 
 measurements = Measurements(times_file)
 
 
-def measured_table(region: Region) -> KernelTable:
+def make_measured_table(region: Region) -> KernelTable:
     """Return a table that asks this machine; `region` is autocast, in which layers are timed."""
     pays = functools.partial(measurements.pays, region)
     return KernelTable((), measurements.times, measurements.overhead, "measured", pays=pays)

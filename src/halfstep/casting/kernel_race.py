@@ -2,7 +2,7 @@
 
 An op on several threads ends with its last one, and the caller waits for that actively, in its own processor
 time. Where other programs hold the cores, a kernel of 0.3 ms is then seen to take 4 or 24: what the scheduler
-took. Linux counts for how long each thread stood in line for a core.
+took. Linux counts for how long each thread waited for a core.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Clock = Callable[[], float]
 CLOCK: Clock = time.thread_time
 
 
-def stood_in_line() -> float:
+def read_scheduler_wait() -> float:
     """Seconds for which threads of this process have waited for a core so far; 0.0 where nothing tells."""
     waited = 0
     try:

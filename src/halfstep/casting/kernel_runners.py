@@ -1,7 +1,7 @@
 """From the arguments of a LOW op on a CPU to its class, its choice and the call: the runner of such an op.
 
 A call costs one look-up by shapes; where the choice is native throughout, torch's own kernels run as if
-nothing stood here. Tracers' tensors, function transforms, forward-mode derivatives, sparse tensors and
+nothing were registered. Tracers' tensors, function transforms, forward-mode derivatives, sparse tensors and
 whatever does not fit go by `rest`.
 """
 
@@ -34,8 +34,8 @@ _KEPT = 4096
 
 def class_of(op: str, geometry: str, work: float, dtype: torch.dtype) -> OpClass:
     """Return the class of so much work by an op in a compute dtype, with torch's threads as they are now."""
-    known = sizes(geometry)
-    size = known[min(sum(work >= limit for limit in KINDS[op].limits), len(known) - 1)]
+    size_names = sizes(geometry)
+    size = size_names[min(sum(work >= limit for limit in KINDS[op].limits), len(size_names) - 1)]
     return OpClass(op, dtype_name(dtype), geometry, size, _threads())
 
 
@@ -47,17 +47,17 @@ _STANDS_FOR = {name: op for op, kind in KINDS.items() for name in kind.stands_fo
 
 def tensors_of(values: Iterable[Any]) -> list[Tensor]:
     """Return the tensors among arguments, one level of lists deep (no op takes more)."""
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
-            found.append(value)
+            tensors.append(value)
         elif isinstance(value, (list, tuple)):
-            found += [v for v in value if isinstance(v, Tensor)]  # pyright: ignore
-    return found
+            tensors += [v for v in value if isinstance(v, Tensor)]  # pyright: ignore
+    return tensors
 
 
-def _whole_class(name: str, args: Args, dtype: torch.dtype, known: bool) -> OpClass | None:
-    """The class that stands for an op as a whole; of tracers' tensors (not `known`) no shape is looked at."""
+def _whole_class(name: str, args: Args, dtype: torch.dtype, has_shapes: bool) -> OpClass | None:
+    """The class that stands for an op as a whole; tracers' tensors have no shapes that may be read."""
     threads, low = _threads(), dtype_name(dtype)
     if name in _READERS:
         op, _ = _READERS[name]
@@ -67,7 +67,7 @@ def _whole_class(name: str, args: Args, dtype: torch.dtype, known: bool) -> OpCl
     if op is None:
         return None
     geometry = KINDS[op].geometries[0]
-    if not known:
+    if not has_shapes:
         return OpClass(op, low, geometry, "medium", threads)
     tensors = tensors_of(args)
     if KINDS[op].one_backward:  # the weights of the input and of the state, at every step
@@ -81,8 +81,8 @@ def _whole_class(name: str, args: Args, dtype: torch.dtype, known: bool) -> OpCl
 def rounds_whole(table: KernelTable, name: str, args: Args, dtype: torch.dtype) -> bool:
     """Whether an op (by its overload's name) is rounded around fp32, forward and backward alike."""
     tensors = tensors_of(args)
-    known = all(type(t) in PLAIN for t in tensors)
-    cls = _whole_class(name, args, dtype, known)
+    has_shapes = all(type(t) in PLAIN for t in tensors)
+    cls = _whole_class(name, args, dtype, has_shapes)
     if cls is None:
         return table.choose(OpClass(name, dtype_name(dtype), "", "", 0), "*").forward != "native"
     needs = "iw" if _grad() and any(t.requires_grad for t in tensors) else ""
@@ -94,11 +94,11 @@ def choice_of_gradients(table: KernelTable, name: str, args: Args, dtype: torch.
 
     None where it does so for no gradient that is needed.
     """
-    made = _READERS[name][1](args, {}) if name in _READERS else None
-    if made is None or made.op != "linear":
+    op_call = _READERS[name][1](args, {}) if name in _READERS else None
+    if op_call is None or op_call.op != "linear":
         return None
-    choice = table.choose(class_of(made.op, made.geometry, made.work, dtype), made.needs)
-    return choice if any(getattr(choice, d) == "native" for d in directions(made.needs)[1:]) else None
+    choice = table.choose(class_of(op_call.op, op_call.geometry, op_call.work, dtype), op_call.needs)
+    return choice if any(getattr(choice, d) == "native" for d in directions(op_call.needs)[1:]) else None
 
 
 # --- the runner --------------------------------------------------------------------------------------------
@@ -130,7 +130,7 @@ def _key(args: Any, kwargs: Mapping[str, Any]) -> tuple[Any, ...] | None:
     return tuple(parts)
 
 
-def chosen(
+def make_low_op_runner(
     name: str,
     compute: torch.dtype,
     table: KernelTable,
@@ -153,7 +153,7 @@ def chosen(
     def whole(args: Args, plain: Runner = native) -> Runner:
         return rounded if rounds_whole(table, name, args, compute) else plain
 
-    def implemented(call: Call) -> Runner:
+    def runner_by_choice(call: Call) -> Runner:
         def run(keyset: Any, args: Args, kwargs: Mapping[str, Any]) -> Any:
             low = [a.to(compute) if isinstance(a, Tensor) and a.dtype in CASTABLE else a for a in args]
             out = under(call, low, kwargs)
@@ -169,11 +169,11 @@ def chosen(
             return rounded  # torch's products of sparse tensors add in the dtype they are given
         if not all(t.numel() for t in tensors):
             return native
-        made = None if read is None else read(args, kwargs)
-        if made is None:
+        op_call = None if read is None else read(args, kwargs)
+        if op_call is None:
             return whole(args, torchs)
-        choice = table.choose(class_of(made.op, made.geometry, made.work, compute), made.needs)
-        return torchs if choice.is_native else implemented(functools.partial(made.run, choice))
+        choice = table.choose(class_of(op_call.op, op_call.geometry, op_call.work, compute), op_call.needs)
+        return torchs if choice.is_native else runner_by_choice(functools.partial(op_call.run, choice))
 
     def run(keyset: Any, args: Args, kwargs: Mapping[str, Any]) -> Any:
         if functorch_level() is not None or in_forward_ad() or is_jit_tracing():

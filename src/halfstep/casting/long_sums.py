@@ -38,10 +38,10 @@ _aten = torch.ops.aten
 def with_fp32_sums(name: str, device_type: str, call: Call) -> Call:
     """Return what runs an op (by its name in op tables) with fp32 sums; `call` itself where that adds so."""
     if name in RECURRENT.split():  # no sums of torch's own policy, which casts the ops that these are made of
-        return functools.partial(_recurrent, name == "lstm", call) if device_type != "cuda" else call
+        return functools.partial(_run_recurrent, name == "lstm", call) if device_type != "cuda" else call
     if name not in sums_in_16_bits(device_type):
         return call
-    return functools.partial(_SUMS.get(name, _in_place if name.endswith("_") else widened), call)
+    return functools.partial(_SUMS.get(name, _run_in_place if name.endswith("_") else run_widened), call)
 
 
 def _is_low(t: Any) -> bool:
@@ -62,7 +62,7 @@ def _has_function(*tensors: Tensor | None) -> bool:
 # --- any op ------------------------------------------------------------------------------------------------
 
 
-def widened(call: Call, *args: Any, **kwargs: Any) -> Any:
+def run_widened(call: Call, *args: Any, **kwargs: Any) -> Any:
     """Run an op on fp32 copies of its 16-bit tensors and round what it gives, forward and backward."""
     low = {t.dtype for t in tensors_of((*args, *kwargs.values())) if t.dtype in LOW}
     dtypes = {t.dtype for t in tensors_of((*args, *kwargs.values())) if t.is_floating_point()}
@@ -85,20 +85,20 @@ def widened(call: Call, *args: Any, **kwargs: Any) -> Any:
     return tuple(map(narrow, out)) if isinstance(out, (tuple, list)) else narrow(out)
 
 
-def _accumulated(run: Callable[..., Any], call: Call, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+def _run_accumulating(run: Callable[..., Any], call: Call, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Run index_put and its like as `run` does where they add, and as they are where they replace."""
     adds = kwargs.get("accumulate", args[2] if len(args) > 2 else False)
     return run(call, x, *args, **kwargs) if adds else call(x, *args, **kwargs)
 
 
-def _index_added(run: Callable[..., Any], call: Call, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+def _run_index_add(run: Callable[..., Any], call: Call, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Run index_add as `run` does where torch's own kernel does not add in fp32."""
     index = args[1]
     is_right = x.dim() > 1 and index.dtype is torch.int64 and _adds_rows_in_fp32(x.device.type)
     return call(x, *args, **kwargs) if is_right else run(call, x, *args, **kwargs)
 
 
-def _scattered(run: Callable[..., Any], call: Call, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+def _run_scatter(run: Callable[..., Any], call: Call, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Run a scatter or gather as `run` does, but on eager CPU tensors, whose kernels add in fp32."""
     is_right = x.device.type == "cpu" and type(x) in PLAIN
     return call(x, *args, **kwargs) if is_right else run(call, x, *args, **kwargs)
@@ -108,7 +108,7 @@ def _sum_repeats(call: Call, x: Tensor, dtype: torch.dtype | None = None, **kwar
     """Run coalesce or to_dense on an fp32 copy where a 16-bit sparse tensor holds an element twice."""
     x = x if dtype is None else x.to(dtype)
     adds = _is_low(x) and x.layout is torch.sparse_coo and not x.is_coalesced()
-    return widened(call, x, **kwargs) if adds else call(x, **kwargs)
+    return run_widened(call, x, **kwargs) if adds else call(x, **kwargs)
 
 
 # --- windows -----------------------------------------------------------------------------------------------
@@ -157,29 +157,29 @@ _USES: Mapping[str, Callable[..., int]] = {
 """By op: how often it takes the same element, or adds to it."""
 
 
-def _windowed(uses: Callable[..., int], adds_forward: bool, call: Call, x: Tensor, *args: Any) -> Any:
+def _run_windows(uses: Callable[..., int], adds_forward: bool, call: Call, x: Tensor, *args: Any) -> Any:
     """Run an op on fp32 copies where windows overlap so far that a sum of 16 bits would be long."""
     adds = _is_low(x) if adds_forward else _trains(x)
-    return widened(call, x, *args) if adds and uses(x, *args) > _FEW else call(x, *args)
+    return run_widened(call, x, *args) if adds and uses(x, *args) > _FEW else call(x, *args)
 
 
 # --- convolutions and ops in place -------------------------------------------------------------------------
 
 
-def _convolved(call: Call, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+def _run_convolution(call: Call, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Run a convolution on fp32 copies where torch has no kernel of its dtype that sums a batch in fp32.
 
-    Function transforms cast at each of their levels anew: theirs are torch's own.
+    Function transforms cast at each of their levels: theirs are torch's own.
     """
     is_right = not _is_low(x) or functorch_level() is not None or sums_in_fp32(x.dtype)
-    return call(x, *args, **kwargs) if is_right else widened(call, x, *args, **kwargs)
+    return call(x, *args, **kwargs) if is_right else run_widened(call, x, *args, **kwargs)
 
 
 #: A state of bf16 that grows by equal steps stops at 256 of them.
 _STEPS = 128
 
 
-def _recurrent(has_cell: bool, call: Call, x: Tensor, second: Any, *args: Any) -> Any:
+def _run_recurrent(has_cell: bool, call: Call, x: Tensor, second: Any, *args: Any) -> Any:
     """Run a recurrent layer on fp32 copies where its sums over steps are long.
 
     Those are the gradients of its weights, but for oneDNN's LSTM of bf16, and the state of an LSTM's cell.
@@ -192,16 +192,16 @@ def _recurrent(has_cell: bool, call: Call, x: Tensor, second: Any, *args: Any) -
     is_right = has_cell and x.dtype is torch.bfloat16 and x.device.type == "cpu" and sums_in_fp32(x.dtype)
     adds = not is_right and steps > _FEW and any(map(_trains, (x, *weights)))
     is_long = adds or (has_cell and steps > _STEPS)
-    return widened(call, x, second, *args) if is_long else call(x, second, *args)
+    return run_widened(call, x, second, *args) if is_long else call(x, second, *args)
 
 
-def _counted(call: Call, x: Tensor, target: Tensor, *args: Any) -> Any:
+def _run_loss(call: Call, x: Tensor, target: Tensor, *args: Any) -> Any:
     """Run a loss on fp32 copies where it divides by a number of rows that fp16 does not hold."""
     is_many = _is_low(x) and target.numel() > torch.finfo(torch.float16).max
-    return widened(call, x, target, *args) if is_many else call(x, target, *args)
+    return run_widened(call, x, target, *args) if is_many else call(x, target, *args)
 
 
-def _in_place(call: Call, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def _run_in_place(call: Call, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Run an op in place: out of place on fp32 copies, the rounded result copied into the tensor."""
     if not _is_low(target):
         return call(target, *args, **kwargs)
@@ -263,10 +263,10 @@ class LayerNorm(torch.autograd.Function):
             to_x = torch.empty_like(flat[1])
             rows = max(1, _BLOCK // math.prod(shape))
             for into, *block in zip(*(t.split(rows) for t in (to_x, *flat)), strict=True):
-                to_block, *found = gradients(*block)
+                to_block, *block_sums = gradients(*block)
                 if to_block is not None:
                     into.copy_(to_block)
-                for total, part in zip(sums, found, strict=True):
+                for total, part in zip(sums, block_sums, strict=True):
                     if total is not None and part is not None:
                         total += part
             to_x = to_x.reshape(x.shape) if needs[0] else None
@@ -324,8 +324,8 @@ def _affine_in_fp32(
     places: tuple[int, int], statistics: int | None, call: Call, *args: Any, **kw: Any
 ) -> Any:
     """Run a normalisation beside fp32 parameters, whose gradients its CPU kernel sums in fp32 then."""
-    kept = None if statistics is None else args[statistics]
-    if not _is_low(args[0]) or _is_low(kept):
+    running_mean = None if statistics is None else args[statistics]
+    if not _is_low(args[0]) or _is_low(running_mean):
         return call(*args, **kw)
     return call(*(_wide(a) if i in places and _is_low(a) else a for i, a in enumerate(args)), **kw)
 
@@ -444,8 +444,8 @@ class SparseRows(Rows):
         index = ctx.saved_tensors[0].reshape(-1)
         rows = grad_outputs[0].reshape(len(index), *ctx.shape[1:])
         if ctx.padding >= 0:
-            kept = index != ctx.padding
-            index, rows = index[kept], rows[kept]
+            not_padding = index != ctx.padding
+            index, rows = index[not_padding], rows[not_padding]
         used, place = torch.unique(index.to(torch.int64), return_inverse=True)
         sums = sum_rows(rows, place, len(used))
         return _sparse_gradient(used, sums, ctx.shape), None, None, None, None
@@ -491,7 +491,7 @@ def _index_select(call: Call, x: Tensor, dim: int, index: Tensor) -> Tensor:
 
 def _take(call: Call, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Run a look-up on an fp32 copy where the gradient of a 16-bit tensor is a sum of its uses."""
-    return widened(call, x, *args, **kwargs) if _trains(x) else call(x, *args, **kwargs)
+    return run_widened(call, x, *args, **kwargs) if _trains(x) else call(x, *args, **kwargs)
 
 
 def _embedding_bag(
@@ -510,7 +510,7 @@ def _embedding_bag(
         return call(table, index, offsets, by_frequency, mode, sparse, *rest)
     is_plain = not by_frequency and mode < 2 and (padding is None or padding < 0)
     if not is_plain or not _has_function(table, index, offsets, weights):
-        return widened(call, table, index, offsets, by_frequency, mode, sparse, *rest)
+        return run_widened(call, table, index, offsets, by_frequency, mode, sparse, *rest)
     take = functools.partial(_aten.index_select, table, 0, index)
     rows = (SparseRows if sparse else Rows).apply(table, index, -1, False, take)
     places = torch.arange(len(index), dtype=offsets.dtype, device=index.device)
@@ -529,13 +529,15 @@ _SUMS: Mapping[str, Callable[..., Any]] = {
     "index_select": _index_select,
     "take": _take,
     **dict.fromkeys(("coalesce", "to_dense"), _sum_repeats),
-    **dict.fromkeys(("index_put", "put"), functools.partial(_accumulated, widened)),
-    **dict.fromkeys(("index_put_", "put_"), functools.partial(_accumulated, _in_place)),
-    **dict.fromkeys(("gather", "scatter_add", "scatter_reduce"), functools.partial(_scattered, widened)),
-    **dict.fromkeys(("scatter_add_", "scatter_reduce_"), functools.partial(_scattered, _in_place)),
-    **dict.fromkeys(CONVOLUTIONS.split(), _convolved),
-    **{name: functools.partial(_windowed, _USES[name], name == "col2im") for name in WINDOWS.split()},
-    **dict.fromkeys(("nll_loss", "nll_loss2d", "cross_entropy_loss"), _counted),
-    "index_add": functools.partial(_index_added, widened),
-    "index_add_": functools.partial(_index_added, _in_place),
+    **dict.fromkeys(("index_put", "put"), functools.partial(_run_accumulating, run_widened)),
+    **dict.fromkeys(("index_put_", "put_"), functools.partial(_run_accumulating, _run_in_place)),
+    **dict.fromkeys(
+        ("gather", "scatter_add", "scatter_reduce"), functools.partial(_run_scatter, run_widened)
+    ),
+    **dict.fromkeys(("scatter_add_", "scatter_reduce_"), functools.partial(_run_scatter, _run_in_place)),
+    **dict.fromkeys(CONVOLUTIONS.split(), _run_convolution),
+    **{name: functools.partial(_run_windows, _USES[name], name == "col2im") for name in WINDOWS.split()},
+    **dict.fromkeys(("nll_loss", "nll_loss2d", "cross_entropy_loss"), _run_loss),
+    "index_add": functools.partial(_run_index_add, run_widened),
+    "index_add_": functools.partial(_run_index_add, _run_in_place),
 }

@@ -26,8 +26,8 @@ from halfstep.casting.casts import OpOnDevice, Runner
 from halfstep.casting.kernel_choice import KernelTable
 from halfstep.casting.state import (
     CARRIERS,
+    ActiveRegion,
     Code,
-    Entered,
     Setting,
     Thread,
     _local,
@@ -44,7 +44,7 @@ from halfstep.formats import dtype_name, parse_dtype
 from halfstep.policy import op_names, ops
 from halfstep.policy.op_tables import SUMS_IN_16_BITS, sums_in_16_bits
 from halfstep.policy.ops import Rule
-from halfstep.policy.policy import Policy, says_dtype, text_of
+from halfstep.policy.policy import Policy, dict_to_text, names_dtype
 from halfstep.torch_private import (
     OpOverload,
     destroy,
@@ -72,7 +72,7 @@ def readable(policy: Any) -> str | Policy | None:
     if policy is None or isinstance(policy, (str, Policy)):
         return policy
     if isinstance(policy, Mapping):
-        return text_of(cast("Mapping[str, Any]", policy)) or None
+        return dict_to_text(cast("Mapping[str, Any]", policy)) or None
     raise ConfigError(f"policy must be a Policy, its text, a dict or None, not {type(policy).__name__}")
 
 
@@ -91,7 +91,7 @@ def resolve(
     chosen = Policy() if policy is None else Policy.parse(policy)
     if dtype is not None:
         chosen = chosen.with_dtype(parse_dtype(dtype))
-    elif not says_dtype(policy):
+    elif not names_dtype(policy):
         chosen = chosen.with_dtype(devices.default_dtype(kind))
     return setting_for(kind, chosen, kernels)
 
@@ -118,10 +118,10 @@ def setting_for(device_type: str, policy: Policy, kernels: KernelTable) -> Setti
         return Setting(policy, device_type)
     devices.check_dtype(device_type, dtype)
     with _registry:
-        found, low = _runners(device_type, policy, kernels)
-        runs = {op.name(): run for op, run in found.items()}
+        runners, low = _runners(device_type, policy, kernels)
+        runs = {op.name(): run for op, run in runners.items()}
         code = _code_for(policy, kernels)
-        return Setting(policy, device_type, code, runs, tuple(found), low, kernels)
+        return Setting(policy, device_type, code, runs, tuple(runners), low, kernels)
 
 
 def ready(setting: Setting) -> Setting:
@@ -198,21 +198,21 @@ _libraries: dict[str, torch.library.Library] = {}
 
 def key_name(device_type: str) -> str:
     """Return the dispatch key at which a device type's regions work."""
-    own = torch.device("privateuseone").type
-    return f"Autocast{'PrivateUse1' if device_type == own else device_type.upper()}"
+    private_type = torch.device("privateuseone").type
+    return f"Autocast{'PrivateUse1' if device_type == private_type else device_type.upper()}"
 
 
 def _site(op: OpOverload, device_type: str) -> OpOnDevice:
     """Return the site of an op, with torch's own kernel as it was before ours was registered."""
-    found = _sites.get((op, device_type))
-    if found is None:
+    site = _sites.get((op, device_type))
+    if site is None:
         name, native, rule = key_name(device_type), None, None
         if has_kernel_for(op.name(), name):
             native = torch.library.get_kernel(op, name)
             row = _native_rows(device_type).get(schema_of(op).name.removeprefix("aten::"))
             rule = None if row is None else row.rule
-        found = _sites[op, device_type] = OpOnDevice(op, device_type, dispatch_key(name), native, rule)
-    return found
+        site = _sites[op, device_type] = OpOnDevice(op, device_type, dispatch_key(name), native, rule)
+    return site
 
 
 def _register(op: OpOverload, device_type: str) -> None:
@@ -250,22 +250,22 @@ def _kernel(site: OpOnDevice) -> Callable[..., Any]:
     deeper, back = torch.autocast_increment_nesting, torch.autocast_decrement_nesting
 
     @not_compiled
-    def kernel(keyset: Any, *given: Any, **kwargs: Any) -> Any:
-        args: casts.Args = given
-        here = local.thread
-        setting = here.active.get(device_type)
+    def kernel(keyset: Any, *arguments: Any, **kwargs: Any) -> Any:
+        args: casts.Args = arguments
+        thread = local.thread
+        setting = thread.active.get(device_type)
         try:
             depth = deeper()
         finally:
             back()
-        if setting is None or depth != here.depth or task() != -1:
+        if setting is None or depth != thread.depth or task() != -1:
             setting = _elsewhere(device_type)
             if setting is _STRAIGHT:
-                return site.below(args, kwargs)
-        elif here.frozen and op in setting.low:
-            args = casts.thaw(here.frozen, args, setting.dtype)
+                return site.call_below_autocast(args, kwargs)
+        elif thread.frozen and op in setting.low:
+            args = casts.use_cast_weights(thread.frozen, args, setting.dtype)
         run = None if setting is None else setting.runs.get(op)
-        return site.plain(keyset, args, kwargs) if run is None else run(keyset, args, kwargs)
+        return site.call_as_torch_autocast(keyset, args, kwargs) if run is None else run(keyset, args, kwargs)
 
     return kernel
 
@@ -307,7 +307,7 @@ def _in_backward(device_type: str) -> Setting | None:
             return inside if isinstance(running_node(), _PythonNode) else _STRAIGHT
     if torch.is_autocast_cache_enabled():
         return None
-    return _made_under(_first_node(), device_type, who)
+    return _find_setting(_first_node(), device_type, who)
 
 
 _PythonNode = torch.autograd.function.BackwardCFunction
@@ -331,18 +331,19 @@ def _first_node() -> Any:
     return node
 
 
-def _made_under(node: Any, device_type: str, caller: Thread) -> Setting | None:
+def _find_setting(node: Any, device_type: str, caller: Thread) -> Setting | None:
     """The setting under which forward made a node; every thread numbers its own, so the likeliest goes first.
 
     That is the thread that calls backward, then those that were in a region most recently.
     """
     number = -1 if node is None else node_number(node)
-    own, known = caller.histories.get(device_type), [t.histories.get(device_type) for t in list(_threads)]
-    others = [h for h in known if h is not None and h is not own]
-    for history in (own, *sorted(others, key=lambda h: h.latest, reverse=True)):
-        found = None if history is None else history.at(number)
-        if found is not None:
-            return found
+    caller_history = caller.histories.get(device_type)
+    histories = [t.histories.get(device_type) for t in list(_threads)]
+    others = [h for h in histories if h is not None and h is not caller_history]
+    for history in (caller_history, *sorted(others, key=lambda h: h.latest, reverse=True)):
+        setting = None if history is None else history.at(number)
+        if setting is not None:
+            return setting
     return None
 
 
@@ -375,10 +376,10 @@ def _from_code(device_type: str) -> Setting | None:
     if not torch.is_autocast_enabled(CARRIERS[0]):
         return None
     code = (torch.get_autocast_dtype(CARRIERS[0]), torch.get_autocast_dtype(CARRIERS[1]))
-    found = _policies.get(code)
-    if found is None or found[0].compute_dtype is not torch.get_autocast_dtype(device_type):
+    entry = _policies.get(code)
+    if entry is None or entry[0].compute_dtype is not torch.get_autocast_dtype(device_type):
         return None
-    return ready(setting_for(device_type, *found))
+    return ready(setting_for(device_type, *entry))
 
 
 def _is_switched_to(setting: Setting) -> bool:
@@ -390,51 +391,51 @@ def _is_switched_to(setting: Setting) -> bool:
 # --- entering and leaving ----------------------------------------------------------------------------------
 
 
-def found_by(owner: object, setting: Setting) -> Entered:
+def capture_outer(owner: object, setting: Setting) -> ActiveRegion:
     """Return what a region finds that is about to be entered; nothing is changed but kernels registered."""
-    here = _local.thread
+    thread = _local.thread
     if setting not in _ready:
         ready(setting)
-    if _shown.get(None) is not here:
-        here.show()
-    active, began = here.active.get(setting.device_type), (nesting(), graph_task())
-    return Entered(owner, setting, active, here.depth, began, standing(setting.switch))
+    if _shown.get(None) is not thread:
+        thread.show()
+    active, began = thread.active.get(setting.device_type), (nesting(), graph_task())
+    return ActiveRegion(owner, setting, active, thread.depth, began, standing(setting.switch))
 
 
-def enter(found: Entered) -> None:
-    """Begin the region of this thread that found this."""
-    here, setting = _local.thread, found.setting
-    here.entered = *here.entered, found
-    here.depth = found.began[0] + 1
-    _put(here, setting.device_type, setting if setting.runs else None)
+def enter(region: ActiveRegion) -> None:
+    """Begin this region on this thread."""
+    thread, setting = _local.thread, region.setting
+    thread.entered = *thread.entered, region
+    thread.depth = region.began[0] + 1
+    _put(thread, setting.device_type, setting if setting.runs else None)
     turn(setting.switch)
 
 
-def leave(found: Entered) -> None:
+def leave(region: ActiveRegion) -> None:
     """End that region; regions may end in any order. It may be done again where a signal broke it off."""
-    here = _local.thread
-    turn(found.torchs)
-    _put(here, found.setting.device_type, found.active)
-    here.depth = found.depth
-    here.entered = tuple(one for one in here.entered if one is not found)
+    thread = _local.thread
+    turn(region.torchs)
+    _put(thread, region.setting.device_type, region.active)
+    thread.depth = region.depth
+    thread.entered = tuple(other for other in thread.entered if other is not region)
 
 
-def entered_by(owner: object) -> Entered:
+def innermost_of(owner: object) -> ActiveRegion:
     """Return the innermost region of this thread that is the owner's."""
-    return next(one for one in reversed(_local.thread.entered) if one.owner is owner)
+    return next(region for region in reversed(_local.thread.entered) if region.owner is owner)
 
 
-def _put(here: Thread, device_type: str, setting: Setting | None) -> None:
+def _put(thread: Thread, device_type: str, setting: Setting | None) -> None:
     if setting is None:
-        here.active.pop(device_type, None)
+        thread.active.pop(device_type, None)
     else:
-        here.active[device_type] = setting
-    if device_type not in here.histories:
-        here.histories[device_type] = _SettingLog()
-    here.histories[device_type].record(setting)
+        thread.active[device_type] = setting
+    if device_type not in thread.histories:
+        thread.histories[device_type] = _SettingLog()
+    thread.histories[device_type].record(setting)
 
 
 def forget() -> None:
-    """Make every setting anew at its next use; for when what is known of a device has changed."""
+    """Rebuild every setting at its next use; for when what is known of a device has changed."""
     for memory in (resolve, setting_for):
         memory.cache_clear()

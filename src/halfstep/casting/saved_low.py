@@ -61,11 +61,11 @@ class SavedLow(saved_tensors_hooks):
 
     @not_compiled
     def _unpack(self, packed: tuple[Any, torch.Tensor | None, int]) -> torch.Tensor:
-        kept, watched, version = packed
+        value, watched, version = packed
         if watched is not None and watched._version != version:
             raise RuntimeError(
                 "a 16-bit tensor needed for backward was changed in place after the op that used it; "
                 "clone it before the change, or change it before the op"
             )
-        tensor = kept if self._outer is None else self._outer[1](kept)
+        tensor = value if self._outer is None else self._outer[1](value)
         return tensor.to(_F32) if version >= 0 else tensor

@@ -54,8 +54,8 @@ class Setting:
         dtype = self.policy.compute_dtype
         switch: Switch = ((self.device_type, False, None),), None
         if self.code is not None:
-            carried = [(kind, True, low) for kind, low in zip(CARRIERS, self.code)]
-            switch = ((self.device_type, True, dtype), *carried), False
+            carrier_states = [(kind, True, low) for kind, low in zip(CARRIERS, self.code)]
+            switch = ((self.device_type, True, dtype), *carrier_states), False
         object.__setattr__(self, "dtype", dtype)
         object.__setattr__(self, "switch", switch)
 
@@ -81,7 +81,7 @@ class _SettingLog:
         return self.entries[place][1] if place >= 0 else None
 
 
-class Entered(NamedTuple):
+class ActiveRegion(NamedTuple):
     """A region that a thread is in, and what it found: leaving sets that again, however often it is done."""
 
     owner: object
@@ -99,7 +99,7 @@ class Thread:
     def __init__(self) -> None:
         self.ident = threading.get_ident()
         self.active: dict[str, Setting] = {}
-        self.entered: tuple[Entered, ...] = ()
+        self.entered: tuple[ActiveRegion, ...] = ()
         self.histories: dict[str, _SettingLog] = {}
         self.frozen: casts.Frozen = {}
         # One more than torch's nesting depth when the innermost region began: deeper ones are not of here.
@@ -140,13 +140,13 @@ def thread() -> Thread:
 
 def caller() -> Thread:
     """Return the regions of the thread that called the backward that runs, on this thread or on another."""
-    here = _local.thread
-    if here.shown:
-        return here
+    this_thread = _local.thread
+    if this_thread.shown:
+        return this_thread
     if has_thread_state("context"):
         # A backward inside that of a Python Function has a context of autograd's thread, which lacks it.
-        here.caller = thread_state("context").get(_shown, here.caller)
-    return here.caller or here
+        this_thread.caller = thread_state("context").get(_shown, this_thread.caller)
+    return this_thread.caller or this_thread
 
 
 def nesting() -> int:

@@ -26,13 +26,13 @@ __all__ = ["COMMANDS", "main"]
 
 def main(args: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code: 0, 1 for a failed check, 2 for wrong input, 130 for Ctrl-C."""
-    given = list(sys.argv[1:] if args is None else args)
+    argv = list(sys.argv[1:] if args is None else args)
     try:
-        answered = answer(given)
+        answered = answer(argv)
         if answered is not None:
             return answered
-        command = importlib.import_module(f"halfstep.cli.{given[0]}").run
-        return _parsed(given[0], command, given[1:])() or 0
+        command = importlib.import_module(f"halfstep.cli.{argv[0]}").run
+        return _parse_command(argv[0], command, argv[1:])() or 0
     except HalfstepError as error:
         return refuse(str(error))
     except KeyboardInterrupt:
@@ -44,7 +44,9 @@ def main(args: Sequence[str] | None = None) -> int:
         return 0
 
 
-def _parsed(name: str, command: Callable[..., int | None], rest: Sequence[str]) -> Callable[[], int | None]:
+def _parse_command(
+    name: str, command: Callable[..., int | None], rest: Sequence[str]
+) -> Callable[[], int | None]:
     """Return the command with its arguments filled in, or what does nothing where help was asked.
 
     Raises:
@@ -62,20 +64,20 @@ def _parsed(name: str, command: Callable[..., int | None], rest: Sequence[str]) 
             return tyro.cli(bind, prog=f"halfstep {name}", args=list(rest))  # type: ignore[return-value]
     except SystemExit as end:
         if end.code:
-            said = _plain(_one_line(complaint.getvalue()))
-            text = f"{said} (halfstep {name} --help){_own_options(name, rest, said)}"
+            message = _plain(_one_line(complaint.getvalue()))
+            text = f"{message} (halfstep {name} --help){_own_options(name, rest, message)}"
             raise ConfigError(text) from None
         return lambda: 0
 
 
-def _own_options(name: str, rest: Sequence[str], said: str) -> str:
+def _own_options(name: str, rest: Sequence[str], message: str) -> str:
     """Return what to write where a script was given options of its own among ours."""
     script = next((word for word in rest if word.endswith(".py")), None)
-    head, _, unknown = said.partition("Unrecognized options: ")
+    head, _, unknown = message.partition("Unrecognized options: ")
     if head or not unknown or script is None or name == "train":
         return ""
-    own = unknown.partition(";")[0].replace(",", "")
-    return f"; options of {script} itself go after --: halfstep {name} {script} -- {own}"
+    options = unknown.partition(";")[0].replace(",", "")
+    return f"; options of {script} itself go after --: halfstep {name} {script} -- {options}"
 
 
 _RULE = re.compile(r"^[╭╰+]|^[─-]{3}|[─-]{3}[╮+]?$")
@@ -89,18 +91,18 @@ def _one_line(boxed: str) -> str:
         # Without Unicode the title stands on a line of its own, above a rule.
         lines = list(itertools.dropwhile(lambda line: not _RULE.search(line), lines))
     body = itertools.dropwhile(lambda line: not line or _RULE.search(line), lines)
-    said = " ".join(itertools.takewhile(lambda line: line and not _RULE.search(line), body))
+    message = " ".join(itertools.takewhile(lambda line: line and not _RULE.search(line), body))
     guess = re.search(r"Perhaps you meant:[\s│|]*(--[\w-]+)", plain)
-    return f"{said}; perhaps you meant {guess[1]}" if guess else said
+    return f"{message}; perhaps you meant {guess[1]}" if guess else message
 
 
 _NO_NUMBER = re.compile(r"Error parsing (--[\w-]+): .*(int\(\)|INT|float).*'([^']*)'\]?\.?$")
 
 
-def _plain(said: str) -> str:
+def _plain(message: str) -> str:
     """Return tyro's message with Python types in words."""
-    found = _NO_NUMBER.match(said)
-    if found is None:
-        return said.removesuffix(" (required)")
-    kind = "a number" if found[2] == "float" else "a whole number"
-    return f"{found[1]} {found[3]!r}: expected {kind}"
+    match = _NO_NUMBER.match(message)
+    if match is None:
+        return message.removesuffix(" (required)")
+    kind = "a number" if match[2] == "float" else "a whole number"
+    return f"{match[1]} {match[3]!r}: expected {kind}"

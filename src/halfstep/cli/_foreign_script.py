@@ -59,13 +59,13 @@ class ForeignScript:
     def install(self) -> None:
         """Begin; `close` undoes it."""
         stack = self._stack
-        replace(stack, nn.Module, "__call__", self._called)
+        replace(stack, nn.Module, "__call__", self._on_call)
         replace(stack, torch.autograd, "backward", self._heard)
-        replace(stack, torch.amp.GradScaler, "__init__", self._made)
-        replace(stack, torch.optim.Optimizer, "add_param_group", self._added)
+        replace(stack, torch.amp.GradScaler, "__init__", self._on_scaler)
+        replace(stack, torch.optim.Optimizer, "add_param_group", self._on_added_group)
         for name in CLIPPING:
-            replace(stack, nn.utils, name, self._noted)
-            replace(stack, nn.utils.clip_grad, name, self._noted)
+            replace(stack, nn.utils, name, self._on_clip)
+            replace(stack, nn.utils.clip_grad, name, self._on_clip)
         stack.callback(register_optimizer_step_pre_hook(self._before).remove)
         stack.callback(register_optimizer_step_post_hook(self._after).remove)
 
@@ -77,11 +77,11 @@ class ForeignScript:
 
     def resident(self) -> list[Tensor]:
         """Weights, buffers, gradients and optimizer states seen so far."""
-        found: list[Any] = [t for m in self.modules for t in (*m.parameters(), *m.buffers())]
+        tensors: list[Any] = [t for m in self.modules for t in (*m.parameters(), *m.buffers())]
         for optimizer in self.optimizers:
-            found += [*parameters_of(optimizer), *gradients_of(optimizer)]
-            found += pytree.tree_leaves(list(optimizer.state.values()))
-        return [t for t in found if isinstance(t, Tensor)]
+            tensors += [*parameters_of(optimizer), *gradients_of(optimizer)]
+            tensors += pytree.tree_leaves(list(optimizer.state.values()))
+        return [t for t in tensors if isinstance(t, Tensor)]
 
     def _refuse(self, why: str) -> NoReturn:
         self.refused = why
@@ -89,7 +89,7 @@ class ForeignScript:
 
     # --- forward -------------------------------------------------------------------------------------------
 
-    def _called(self, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+    def _on_call(self, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         if self._inside or torch.compiler.is_compiling():
             return call(module, *args, **kwargs)
         weight = next(module.parameters(), None)
@@ -127,7 +127,7 @@ class ForeignScript:
 
     # --- backward ------------------------------------------------------------------------------------------
 
-    def _made(
+    def _on_scaler(
         self, create: Callable[..., None], scaler: torch.amp.GradScaler, *args: Any, **kwargs: Any
     ) -> None:
         create(scaler, *args, **kwargs)
@@ -142,17 +142,17 @@ class ForeignScript:
         roots: list[Any] = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         if self._in_backward or not all(isinstance(root, Tensor) for root in roots):
             return backward(tensors, grad_tensors, *args, **kwargs)
-        own = self._scalers[-1].get_scale() if self._scalers else 1.0
-        self.losses += [root.detach() / own for root in roots if root.numel() == 1]
+        script_scale = self._scalers[-1].get_scale() if self._scalers else 1.0
+        self.losses += [root.detach() / script_scale for root in roots if root.numel() == 1]
         if self._scale is not None:
-            tensors, grad_tensors = roots, _scaled(roots, grad_tensors, self._scale)
+            tensors, grad_tensors = roots, _scale_roots(roots, grad_tensors, self._scale)
         self._in_backward = True
         try:
             return backward(tensors, grad_tensors, *args, **kwargs)
         finally:
             self._in_backward = False
 
-    def _added(
+    def _on_added_group(
         self, add: Callable[..., None], optimizer: torch.optim.Optimizer, group: dict[str, Any]
     ) -> None:
         add(optimizer, group)
@@ -162,14 +162,14 @@ class ForeignScript:
     def _unscale(self, leaves: Sequence[Any]) -> None:
         """Have the scale divided out of the gradients of those that are leaves, once each."""
         for leaf in leaves:
-            wanted = isinstance(leaf, Tensor) and leaf.requires_grad and leaf.is_leaf
-            if wanted and leaf not in self._unscaled:
-                self._unscaled[leaf] = leaf.register_hook(self._divided)
+            is_grad_leaf = isinstance(leaf, Tensor) and leaf.requires_grad and leaf.is_leaf
+            if is_grad_leaf and leaf not in self._unscaled:
+                self._unscaled[leaf] = leaf.register_hook(self._divide_by_scale)
 
-    def _divided(self, gradient: Tensor) -> Tensor:
+    def _divide_by_scale(self, gradient: Tensor) -> Tensor:
         return gradient / self._scale if self._in_backward and self._scale is not None else gradient
 
-    def _noted(self, clip: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _on_clip(self, clip: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.uses.add(clip.__name__)
         return clip(*args, **kwargs)
 
@@ -178,7 +178,7 @@ class ForeignScript:
     def _before(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        if any(callable(given) for given in (*args[1:], *kwargs.values())):
+        if any(callable(value) for value in (*args[1:], *kwargs.values())):
             self._refuse(
                 f"it steps {type(optimizer).__name__} with a closure, which runs backward inside the step; "
                 "call backward and then step() to try it"
@@ -190,14 +190,14 @@ class ForeignScript:
             )
         if not self.modules:
             self._refuse("functional code: no module with parameters is called before the first step")
-        taken = self._scale is None or bool(all_finite(gradients_of(optimizer)))
-        if all(optimizer is not known for known in self.optimizers):
+        takes_step = self._scale is None or bool(all_finite(gradients_of(optimizer)))
+        if all(optimizer is not other for other in self.optimizers):
             self.optimizers.append(optimizer)
-            if len(self.optimizers) == 1 and taken:
+            if len(self.optimizers) == 1 and takes_step:
                 self.first.keep(optimizer)
             elif len(self.optimizers) > 1:
                 self.uses.add("several optimizers")
-        if not taken:
+        if not takes_step:
             self._skip(optimizer)
 
     def _skip(self, optimizer: torch.optim.Optimizer) -> None:
@@ -213,13 +213,13 @@ class ForeignScript:
             self._stepped()
 
 
-def _scaled(roots: Sequence[Tensor], gradients: Any, scale: float) -> list[Tensor | None]:
+def _scale_roots(roots: Sequence[Tensor], gradients: Any, scale: float) -> list[Tensor | None]:
     """Return what backward begins with, times the scale; None for a root that needs a gradient given."""
-    given = [gradients] if gradients is None or isinstance(gradients, Tensor) else gradients
-    given = [None] * len(roots) if gradients is None else given
+    grads = [gradients] if gradients is None or isinstance(gradients, Tensor) else gradients
+    grads = [None] * len(roots) if gradients is None else grads
     return [
         (torch.full_like(root, scale) if root.numel() == 1 else None)
         if gradient is None
         else gradient * scale
-        for root, gradient in zip(roots, given, strict=True)
+        for root, gradient in zip(roots, grads, strict=True)
     ]

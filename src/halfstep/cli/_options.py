@@ -13,7 +13,7 @@ from halfstep import devices
 from halfstep.errors import ConfigError
 
 
-def shown(value: str, **more: Any) -> object:
+def with_placeholder(value: str, **more: Any) -> object:
     """Return an annotation that names the value of an option, as in `--steps COUNT`."""
     return tyro.conf.arg(metavar=value, help_behavior_hint=_hint, **more)
 
@@ -36,10 +36,10 @@ def set_threads(count: int | None) -> None:
 
 def computing_device(name: str | None) -> torch.device:
     """The device to compute on; None gives the accelerator if there is one. ConfigError where it cannot."""
-    found = devices.resolve(name)
-    if found.type == "meta":
+    device = devices.resolve(name)
+    if device.type == "meta":
         raise ConfigError("device 'meta' has no values to compute with; choose cpu or an accelerator")
-    return found
+    return device
 
 
 def check_report(path: Path | None, option: str = "--report") -> None:

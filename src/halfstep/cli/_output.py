@@ -56,10 +56,10 @@ def table(
         parts[-1].append(place)
     drawn: list[Any] = [Text(title)] if title else []
     for part in parts:
-        made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        rich_table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
         for place in (*range(keys), *part):
             whole = columns[place] in numeric
-            made.add_column(
+            rich_table.add_column(
                 columns[place],
                 justify="right" if whole else "left",
                 overflow="fold",
@@ -67,8 +67,8 @@ def table(
                 min_width=min(least[place], width // 2),
             )
         for row in cells:
-            made.add_row(*(row[place] for place in (*range(keys), *part)))
-        drawn.append(made)
+            rich_table.add_row(*(row[place] for place in (*range(keys), *part)))
+        drawn.append(rich_table)
     return Group(*drawn)
 
 

@@ -37,18 +37,18 @@ def progress(what: str, total: int | None, quiet: bool, every: float = _EVERY) -
         beat = threading.Thread(target=lines.beat, daemon=True)
         beat.start()
         try:
-            yield lines.tell
+            yield lines.report
         finally:
             lines.ended.set()
             beat.join()
 
 
-def _left(seconds: float, done: int, total: int | None) -> str:
+def _time_left(seconds: float, done: int, total: int | None) -> str:
     """About how long the rest takes, where each step takes as long as those before."""
     if not total or not done:
         return ""
-    left = seconds / done * (total - done)
-    return f", about {left / 60:.0f} min left" if left >= 90 else f", about {left:.0f} s left"
+    rest = seconds / done * (total - done)
+    return f", about {rest / 60:.0f} min left" if rest >= 90 else f", about {rest:.0f} s left"
 
 
 class _Lines:
@@ -61,7 +61,7 @@ class _Lines:
         self.started = self.printed = time.monotonic()
         self.ended = threading.Event()
 
-    def tell(self, name: str) -> None:
+    def report(self, name: str) -> None:
         self.done += 1
         if name != self.name:
             self.name = name
@@ -71,10 +71,10 @@ class _Lines:
         while not self.ended.wait(max(0.01, self.printed + self.every - time.monotonic())):
             now = time.monotonic()
             if now - self.printed >= self.every:
-                taken = now - self.started
+                seconds = now - self.started
                 share = "" if self.total is None else f"step {self.done} of {self.total} in all, "
-                left = _left(taken, self.done, self.total)
-                self._print(f"  {self.name or self.what}: {share}{taken:.0f} s{left}")
+                rest_text = _time_left(seconds, self.done, self.total)
+                self._print(f"  {self.name or self.what}: {share}{seconds:.0f} s{rest_text}")
 
     def _print(self, line: str) -> None:
         self.printed = time.monotonic()

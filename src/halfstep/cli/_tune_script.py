@@ -48,9 +48,9 @@ TURNS = 3
 
 
 def tune_script(
-    path: Path, args: Sequence[str], dtype: str | None, seconds: float, tell: Tell = lambda name: None
+    path: Path, args: Sequence[str], dtype: str | None, seconds: float, report: Tell = lambda name: None
 ) -> Tuning:
-    """Run the script under O0, O1, O2 and channels_last for the fastest, and decide; each run is told.
+    """Run the script under O0, O1, O2 and channels_last for the fastest, and decide; `report` each run.
 
     One that never calls `hs.prepare` runs as it is and at O1 in bf16 and fp16 (or `dtype`).
 
@@ -62,7 +62,7 @@ def tune_script(
     began = time.perf_counter()
 
     def run(choice: LevelChoice, turn: int = 1) -> Run:
-        tell(f"under {choice.label}, turn {turn} of at most {TURNS}")
+        report(f"under {choice.label}, turn {turn} of at most {TURNS}")
         return run_script(path, args, choice, seconds)
 
     base = run(LevelChoice("O0"))
@@ -72,16 +72,16 @@ def tune_script(
         choices = [LevelChoice(level, dtype or base.dtype) for level in ("O1", "O2")]
     else:
         choices = [LevelChoice("O1", name) for name in (("bf16", "fp16") if dtype is None else (dtype,))]
-    trials = [one.beside(base) for one in (base, *map(run, choices))]
+    trials = [result.beside(base) for result in (base, *map(run, choices))]
     if base.convolutions:
-        for one in sorted((t for t in trials if t.seconds), key=lambda t: t.time)[:2]:
-            trials.append(run(replace(one.choice, layout="channels_last")).beside(base))
+        for trial in sorted((t for t in trials if t.seconds), key=lambda t: t.time)[:2]:
+            trials.append(run(replace(trial.choice, layout="channels_last")).beside(base))
     best = min(t.time for t in trials)
     for turn in range(2, TURNS + 1):
         for index, trial in enumerate(trials):
             if index == 0 or trial.time <= NEAR * best:
-                again = run(trial.choice, turn).trial.seconds
-                trials[index] = replace(trial, seconds=(*trial.seconds, *again))
+                more_seconds = run(trial.choice, turn).trial.seconds
+                trials[index] = replace(trial, seconds=(*trial.seconds, *more_seconds))
     return Tuning(tuple(trials), *decide(trials), time.perf_counter() - began)
 
 
@@ -104,16 +104,16 @@ class Run:
 
 
 def run_script(path: Path, args: Sequence[str], choice: LevelChoice, seconds: float) -> Run:
-    """What `timed` finds in a process of its own; it ends after `seconds` from its first step's end."""
-    found, said = run_in_process(partial(timed, str(path), args, choice, seconds), os.environ)
-    last = (said.strip().splitlines() or ["no message"])[-1]
-    if found is None:
+    """What `time_script` finds in a process of its own; it ends after `seconds` from its first step's end."""
+    result, stderr = run_in_process(partial(time_script, str(path), args, choice, seconds), os.environ)
+    last = (stderr.strip().splitlines() or ["no message"])[-1]
+    if result is None:
         return Run(Trial(choice, failed=last))
-    failed = found.trial.failed or ""
-    if said.strip() and failed.startswith("SystemExit"):
+    failed = result.trial.failed or ""
+    if stderr.strip() and failed.startswith("SystemExit"):
         failed = f"{failed}; the last line of its standard error: {last}"
-        found.trial = replace(found.trial, failed=failed)
-    return found
+        result.trial = replace(result.trial, failed=failed)
+    return result
 
 
 class _Timer:
@@ -129,7 +129,7 @@ class _Timer:
         self.until = float("inf")
         self.session: Session | None = None
         dtype = None if choice.dtype is None else parse_dtype(choice.dtype)
-        self.foreign: ForeignScript | None = ForeignScript(dtype, self._stepped)
+        self.foreign: ForeignScript | None = ForeignScript(dtype, self._on_optimizer_step)
         self.first = FirstStep()
         self.memory, self.peak = ExitStack(), list[int]()
         self.ends: list[float] = []
@@ -138,39 +138,39 @@ class _Timer:
         """Put `prepare` of this process in the place of halfstep's."""
         assert self.foreign is not None
         self.foreign.install()
-        own: Any = importlib.import_module("halfstep.session.prepare")
-        original, backward = own.prepare, Session.backward
+        prepare_module: Any = importlib.import_module("halfstep.session.prepare")
+        original, backward = prepare_module.prepare, Session.backward
 
-        def prepare(model: Any, optimizer: Any = None, **given: Any) -> Session:
-            asked = ("level", "dtype", "layout", "plan", "step", "batch", "seconds")
-            kept = {key: value for key, value in given.items() if key not in asked}
-            plan = given.get("plan") if getattr(given.get("plan"), "settings", None) is None else None
-            session = original(model, optimizer, **arguments_of(self.choice, kept, plan))
+        def prepare(model: Any, optimizer: Any = None, **kwargs: Any) -> Session:
+            tuned_names = ("level", "dtype", "layout", "plan", "step", "batch", "seconds")
+            other_options = {key: value for key, value in kwargs.items() if key not in tuned_names}
+            plan = kwargs.get("plan") if getattr(kwargs.get("plan"), "settings", None) is None else None
+            session = original(model, optimizer, **arguments_of(self.choice, other_options, plan))
             if self.session is None:
                 if self.foreign is not None:
                     self.foreign.close()
                 self.session, self.foreign = session, None
                 session.early_listeners.append(self.first.listen)
-                session.listeners.append(self._ended)
+                session.listeners.append(self._on_session_step)
             return session
 
-        def noted(session: Session, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        def keep_loss(session: Session, loss: Tensor, *args: Any, **kwargs: Any) -> None:
             if self.first.loss is None and loss.numel() == 1:
                 self.first.loss = float(loss.detach())
             backward(session, loss, *args, **kwargs)
 
-        Session.backward = noted  # type: ignore[method-assign]
-        for place in (own, halfstep.session, halfstep, loop):  # pyright: ignore[reportAttributeAccessIssue]
+        Session.backward = keep_loss  # type: ignore[method-assign]
+        for place in (prepare_module, halfstep.session, halfstep, loop):  # pyright: ignore[reportAttributeAccessIssue]
             place.prepare = prepare  # pyright: ignore[reportAttributeAccessIssue]
 
-    def _ended(self, session: Session, outcome: Any) -> None:
+    def _on_session_step(self, session: Session, outcome: Any) -> None:
         if len(session.history) % len(session.optimizers):
             return  # another optimizer's turn is still to come in this step
         if self.first.listen in session.early_listeners and bool(outcome.taken):
             session.early_listeners.remove(self.first.listen)
         self._end(session.device, STEPS + 1)
 
-    def _stepped(self) -> None:
+    def _on_optimizer_step(self) -> None:
         """A script without a session has stepped; memory is counted in the last step that is not timed."""
         assert self.foreign is not None
         self.memory.close()
@@ -196,10 +196,10 @@ class _Timer:
         if time.perf_counter() > self.until:
             limit = f"--seconds {self.seconds:g}, counted from its first step's end: give more"
             return f"{WARM + 1} steps take longer than {limit}"
-        taken = "1 step" if len(self.ends) == 1 else f"{len(self.ends)} steps"
-        return f"it took {taken}, and {WARM + 1} are needed"
+        steps = "1 step" if len(self.ends) == 1 else f"{len(self.ends)} steps"
+        return f"it took {steps}, and {WARM + 1} are needed"
 
-    def seen(self) -> Run:
+    def result(self) -> Run:
         """Return what goes back to the command."""
         steps = [b - a for a, b in zip(self.ends, self.ends[1:])][WARM - 1 :]
         trial = Trial(self.choice, (median(steps),))
@@ -214,7 +214,7 @@ class _Timer:
         return Run(trial, self.first, prefers, bool(convolution_weights(self.session.models)))
 
 
-def timed(script: str, args: Sequence[str], choice: LevelChoice, seconds: float) -> Run:
+def time_script(script: str, args: Sequence[str], choice: LevelChoice, seconds: float) -> Run:
     """Runs a script in this process under a choice; what it raises is part of what was found."""
     timer = _Timer(choice, seconds)
     timer.install()
@@ -223,4 +223,4 @@ def timed(script: str, args: Sequence[str], choice: LevelChoice, seconds: float)
     timer.memory.close()
     refused = None if timer.foreign is None else timer.foreign.refused
     failed = refused or (error and in_words(error, len(timer.ends))) or timer.failure()
-    return timer.seen() if failed is None else Run(Trial(choice, failed=failed))
+    return timer.result() if failed is None else Run(Trial(choice, failed=failed))

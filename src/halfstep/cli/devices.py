@@ -19,7 +19,7 @@ from halfstep.casting.context import autocast
 from halfstep.casting.kernel_choice import VARIABLE, table_of
 from halfstep.casting.kernel_facts import SHOWN, KernelFact, does_not_pay, kernel_facts
 from halfstep.casting.kernel_probes import measurements
-from halfstep.cli._options import Flag, shown
+from halfstep.cli._options import Flag, with_placeholder
 from halfstep.cli._output import console, print_json, table
 from halfstep.conformance.battery import GROUPS, Check, run_battery
 from halfstep.conformance.probe import Observed, groups, probe_casting
@@ -38,14 +38,14 @@ _STYLES = {"native": "green", "slow": "yellow", "absent": "red"}
 
 
 def run(
-    device: tyro.conf.Positional[Annotated[str, shown("[DEVICE]")]] = "",
-    named: Annotated[str, shown("DEVICE", name="device")] = "",
-    policy: Annotated[str, shown("POLICY")] = "halfstep",
-    dtype: Annotated[str, shown("DTYPES")] = "",
-    check: Annotated[str, shown("DEVICE")] = "",
-    module: Annotated[str, shown("MODULE")] = "",
-    level: Annotated[str, shown("LEVELS")] = "O1,O2",
-    only: Annotated[str, shown("GROUPS")] = "",
+    device: tyro.conf.Positional[Annotated[str, with_placeholder("[DEVICE]")]] = "",
+    named: Annotated[str, with_placeholder("DEVICE", name="device")] = "",
+    policy: Annotated[str, with_placeholder("POLICY")] = "halfstep",
+    dtype: Annotated[str, with_placeholder("DTYPES")] = "",
+    check: Annotated[str, with_placeholder("DEVICE")] = "",
+    module: Annotated[str, with_placeholder("MODULE")] = "",
+    level: Annotated[str, with_placeholder("LEVELS")] = "O1,O2",
+    only: Annotated[str, with_placeholder("GROUPS")] = "",
     kernels: Flag = False,
     ops: Flag = False,
     json: Flag = False,
@@ -74,24 +74,24 @@ def run(
         return _check(check, level, dtype, policy, only, json)
     probed = json or ops or bool(dtype) or policy != "halfstep"
     chosen = [devices.resolve(device)] if device else [torch.device(name) for name in devices.available()]
-    found = []
+    documents = []
     for each in chosen:
         facts = _facts(each)
-        seen = _probe(each, policy, dtype) if probed else []
+        observations = _probe(each, policy, dtype) if probed else []
         ways = _kernels(each, dtype) if json or kernels else []
         if json:
-            lists = {"ops": [asdict(op) for op in seen], "kernels": [asdict(way) for way in ways]}
-            found.append(facts | lists)
+            lists = {"ops": [asdict(op) for op in observations], "kernels": [asdict(way) for way in ways]}
+            documents.append(facts | lists)
             continue
         _print_device(each, facts)
         if kernels:
             _print_kernels(each, ways)
         if probed:
-            _print_ops(each, seen)
+            _print_ops(each, observations)
     if not (probed or kernels):
         console().print("more: --kernels (by which a CPU runs each op), --ops (what a region does with each)")
     if json:
-        print_json(found)
+        print_json(documents)
     return 0
 
 
@@ -106,9 +106,9 @@ def _bring_up(module: str) -> None:
     try:
         importlib.import_module(path.stem if in_file else module)
     except Exception as error:
-        said = (str(error).splitlines() or ["no message"])[0]
+        message = (str(error).splitlines() or ["no message"])[0]
         raise ConfigError(
-            f"--module {module!r} cannot be imported: {type(error).__name__}: {said}; "
+            f"--module {module!r} cannot be imported: {type(error).__name__}: {message}; "
             "give a dotted name or a file that python can import"
         ) from error
     finally:  # what lies beside it is found first while it is imported, and after all others from then on
@@ -119,9 +119,9 @@ def _bring_up(module: str) -> None:
 def _check(device: str, levels: str, dtypes: str, policy: str, only: str, json: bool) -> int:
     """Run the conformance battery; return 0 where nothing fails, 1 otherwise."""
     with without_remarks():
-        wanted = dtypes.split(",") if dtypes else None
+        dtype_names = dtypes.split(",") if dtypes else None
         checks = list(
-            run_battery(device, levels.split(","), wanted, policy, only.split(",") if only else GROUPS)
+            run_battery(device, levels.split(","), dtype_names, policy, only.split(",") if only else GROUPS)
         )
     if json:
         print_json([asdict(c) for c in checks])
@@ -163,7 +163,7 @@ def _probe(device: torch.device, text: str, dtype: str) -> list[Observed]:
 
 def _facts(device: torch.device) -> dict[str, Any]:
     """Return all that is known of a device, as JSON."""
-    known = {name: devices.capability(device, name) for name in _DTYPES}
+    capabilities = {name: devices.capability(device, name) for name in _DTYPES}
     return {
         "device": str(device),
         "machine": dict(devices.machine(device)),
@@ -171,7 +171,7 @@ def _facts(device: torch.device) -> dict[str, Any]:
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
         "cache": str(devices.cache_file(device)),
         "dtypes": {
-            n: {"status": c.status, "time_over_fp32": c.ratio, "why": c.why} for n, c in known.items()
+            n: {"status": c.status, "time_over_fp32": c.ratio, "why": c.why} for n, c in capabilities.items()
         },
     }
 
@@ -183,19 +183,19 @@ def _print_device(device: torch.device, facts: dict[str, Any]) -> None:
     rows = [
         (
             name,
-            Text(known["status"], _STYLES[known["status"]]),
-            number(known["time_over_fp32"], "{:.2f}"),
-            known["why"],
+            Text(entry["status"], _STYLES[entry["status"]]),
+            number(entry["time_over_fp32"], "{:.2f}"),
+            entry["why"],
         )
-        for name, known in facts["dtypes"].items()
+        for name, entry in facts["dtypes"].items()
     ]
     out.print(table("", ("dtype", "status", "time / fp32", "why"), rows, "time / fp32"))
     slow = devices.is_slow(device, dtype)
     gain = "memory alone: it is slow here, fp32 arithmetic with rounding" if slow else "speed and memory"
     out.print(f"use {dtype}, for {gain}; `halfstep tune` and level='auto' measure a model")
     for low in ("bf16", "fp16") if device.type == "cpu" else ():
-        if said := does_not_pay(measurements.known(), low, torch.get_num_threads()):
-            out.print(said, markup=False, highlight=False)
+        if warning := does_not_pay(measurements.lookup(), low, torch.get_num_threads()):
+            out.print(warning, markup=False, highlight=False)
     precision = facts["float32_matmul_precision"]
     out.print(f"fp32 matmul precision {precision} (halfstep never changes it); measured in {facts['cache']}")
 
@@ -204,8 +204,8 @@ def _kernels(device: torch.device, dtype: str) -> list[KernelFact]:
     """Return how each kind of LOW op runs on this machine; only CPUs have a choice."""
     if device.type != "cpu":
         return []
-    wanted = [parse_dtype(dtype)] if dtype else [torch.bfloat16, torch.float16]
-    return [f for d in wanted if d.itemsize == 2 for f in kernel_facts(table_of(), d, measurements.times)]
+    dtypes = [parse_dtype(dtype)] if dtype else [torch.bfloat16, torch.float16]
+    return [f for d in dtypes if d.itemsize == 2 for f in kernel_facts(table_of(), d, measurements.times)]
 
 
 def _print_kernels(device: torch.device, ways: list[KernelFact]) -> None:
@@ -236,15 +236,15 @@ def _way(f: KernelFact) -> str:
     return f"{before} → {f.taken:.2f} {f.implementation.replace('_', ' ')}"
 
 
-def _print_ops(device: torch.device, seen: list[Observed]) -> None:
+def _print_ops(device: torch.device, observations: list[Observed]) -> None:
     out = console()
     rows = [
         [o.rule.value, _names(o.given), _names(o.compute), _names((o.output,)), _verdict(o), ", ".join(names)]
-        for o, names in groups(seen)
+        for o, names in groups(observations)
     ]
     columns = ("rule", "given", "computes in", "gives", "observed", "ops")
     out.print(table(f"What a region does with each op on {device}", columns, rows))
-    counts = Counter(o.verdict for o in seen)
+    counts = Counter(o.verdict for o in observations)
     out.print(", ".join(f"{n} {verdict}" for verdict, n in counts.items()))
 
 

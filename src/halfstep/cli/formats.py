@@ -10,7 +10,7 @@ from typing import Annotated
 import tyro
 from rich.text import Text
 
-from halfstep.cli._options import Flag, shown
+from halfstep.cli._options import Flag, with_placeholder
 from halfstep.cli._output import console, print_json, table
 from halfstep.errors import ConfigError
 from halfstep.formats import FORMATS, Format, Stored, describe
@@ -31,7 +31,7 @@ _STATUS_STYLES = {"underflow": "red", "overflow": "red", "nan": "red", "subnorma
 
 
 def run(
-    numbers: tyro.conf.Positional[Annotated[tuple[str, ...], shown("[NUMBER ...]")]] = (),
+    numbers: tyro.conf.Positional[Annotated[tuple[str, ...], with_placeholder("[NUMBER ...]")]] = (),
     json: Flag = False,
 ) -> None:
     """Show the number formats, or how each stores a number.
@@ -91,12 +91,12 @@ def _print_formats(json: bool) -> None:
 
 
 def _format_cells(f: Format) -> list[str | Text]:
-    layout = _coloured(("1", str(f.exponent_bits), str(f.mantissa_bits)), ("s", "e", "m"))
+    layout = _color_fields(("1", str(f.exponent_bits), str(f.mantissa_bits)), ("s", "e", "m"))
     numbers = (f.max, f.smallest_normal, f.smallest_subnormal, f.epsilon)
     return [f.name, str(f.bits), layout, *(f"{x:.6g}" for x in numbers), "yes" if f.has_inf else "no"]
 
 
-def _coloured(fields: tuple[str, ...], suffixes: tuple[str, ...] = ("", "", "")) -> Text:
+def _color_fields(fields: tuple[str, ...], suffixes: tuple[str, ...] = ("", "", "")) -> Text:
     text = Text()
     for field, suffix, style in zip(fields, suffixes, _FIELD_STYLES):
         text.append((" " if text else "") + field + suffix, style)
@@ -109,7 +109,7 @@ def _print_number(text: str, value: float | Fraction) -> None:
     out = console()
     right = "stored value,absolute error,relative error,spacing"
     out.print(table(f"{text} as each format stores it", columns, [_value_cells(s) for s in stored], right))
-    patterns = [[s.format.name, _coloured((s.sign, s.exponent, s.mantissa))] for s in stored]
+    patterns = [[s.format.name, _color_fields((s.sign, s.exponent, s.mantissa))] for s in stored]
     out.print(table("", ("format", "sign exponent mantissa"), patterns))
 
 

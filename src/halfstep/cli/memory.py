@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import halfstep
 from halfstep import optim
-from halfstep.cli._options import Flag, shown
+from halfstep.cli._options import Flag, with_placeholder
 from halfstep.cli._output import console, print_json, table
 from halfstep.doctor.process import Enough, in_words, replace, run_in_process, run_main
 from halfstep.errors import ConfigError, HalfstepError
@@ -30,14 +30,14 @@ LAYERS = 64
 
 
 def run(
-    script: tyro.conf.Positional[Annotated[str | None, shown("SCRIPT.py")]] = None,
-    args: tyro.conf.Positional[Annotated[tuple[str, ...], shown("[ARGUMENT ...]")]] = (),
-    parameters: Annotated[float | None, shown("COUNT")] = None,
-    level: Annotated[str | None, shown("LEVEL")] = None,
-    optimizer: Annotated[str | None, shown("NAME")] = None,
-    states: Annotated[Literal["fp32", "bf16", "8bit"] | None, shown("FORMAT")] = None,
-    master: Annotated[Literal["exact", "fp32", "stochastic"] | None, shown("KIND")] = None,
-    ranks: Annotated[int, shown("COUNT")] = 1,
+    script: tyro.conf.Positional[Annotated[str | None, with_placeholder("SCRIPT.py")]] = None,
+    args: tyro.conf.Positional[Annotated[tuple[str, ...], with_placeholder("[ARGUMENT ...]")]] = (),
+    parameters: Annotated[float | None, with_placeholder("COUNT")] = None,
+    level: Annotated[str | None, with_placeholder("LEVEL")] = None,
+    optimizer: Annotated[str | None, with_placeholder("NAME")] = None,
+    states: Annotated[Literal["fp32", "bf16", "8bit"] | None, with_placeholder("FORMAT")] = None,
+    master: Annotated[Literal["exact", "fp32", "stochastic"] | None, with_placeholder("KIND")] = None,
+    ranks: Annotated[int, with_placeholder("COUNT")] = 1,
     json: Flag = False,
 ) -> None:
     """Count the bytes that training holds on each rank: at rest, in a step, in prepare, save and load.
@@ -62,24 +62,24 @@ def run(
         raise ConfigError("expected a script, or --parameters and their number, such as --parameters 7e9")
     if parameters is not None and not 1e4 <= parameters < float("inf"):
         raise ConfigError(f"--parameters {parameters:g}: expected 10000 or more")
-    make, said = partial(make_optimizer, optimizer or "hs.AdamW", states, master), ""
+    make, stderr = partial(make_optimizer, optimizer or "hs.AdamW", states, master), ""
     if parameters is not None:
-        found: Any = footprint_of_parameters(int(parameters), level or "O1", make, ranks)
+        result: Any = footprint_of_parameters(int(parameters), level or "O1", make, ranks)
     else:
-        given = make if optimizer or states or master else None
-        found, said = run_in_process(
-            partial(footprint_of_script, str(script), args, level, given, ranks), os.environ
+        replacement = make if optimizer or states or master else None
+        result, stderr = run_in_process(
+            partial(footprint_of_script, str(script), args, level, replacement, ranks), os.environ
         )
-    if not isinstance(found, Footprint):
-        raise ConfigError(f"{script}: {found or (said.strip().splitlines() or ['no message'])[-1]}")
+    if not isinstance(result, Footprint):
+        raise ConfigError(f"{script}: {result or (stderr.strip().splitlines() or ['no message'])[-1]}")
     if json:
-        return print_json(vars(found))
+        return print_json(vars(result))
     rows = [
-        [kind.replace("_", " "), format_bytes(size), f"{size * ranks / found.parameters:.2f}"]
-        for kind, size in vars(found).items()
+        [kind.replace("_", " "), format_bytes(size), f"{size * ranks / result.parameters:.2f}"]
+        for kind, size in vars(result).items()
         if kind != "parameters"
     ]
-    title = f"{found.parameters:,} parameters" + (f", each of {ranks} ranks" if ranks > 1 else "")
+    title = f"{result.parameters:,} parameters" + (f", each of {ranks} ranks" if ranks > 1 else "")
     console().print(table(title, ("", "memory", "bytes a parameter"), rows, "memory,bytes a parameter"))
     console().print("prepare, step, save and load: peaks, without activations and what fully_shard gathers.")
     return None
@@ -99,13 +99,13 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """Make the optimizer of a name such as hs.AdamW or torch.SGD; ConfigError where there is none."""
     home, _, kind = name.rpartition(".")
-    found = getattr({"hs": optim, "torch": torch.optim}.get(home), kind, None)
-    if not isinstance(found, type) or not issubclass(found, torch.optim.Optimizer):
+    cls = getattr({"hs": optim, "torch": torch.optim}.get(home), kind, None)
+    if not isinstance(cls, type) or not issubclass(cls, torch.optim.Optimizer):
         raise ConfigError(f"--optimizer {name}: expected one such as hs.AdamW or torch.SGD")
     if home == "torch" and (states or master):
         raise ConfigError(f"--optimizer {name} beside --states or --master, which hs.{kind} has: drop one")
-    own = {"state_dtype": states or "fp32", "master": master or "exact"} if home == "hs" else {}
-    return found(params, lr=1e-3, **own, **({"momentum": 0.9} if kind == "SGD" else {}))  # type: ignore[call-arg]
+    hs_options = {"state_dtype": states or "fp32", "master": master or "exact"} if home == "hs" else {}
+    return cls(params, lr=1e-3, **hs_options, **({"momentum": 0.9} if kind == "SGD" else {}))  # type: ignore[call-arg]
 
 
 def footprint_of_parameters(count: int, level: str, make: Make, ranks: int = 1) -> Footprint:
@@ -120,7 +120,7 @@ def footprint_of_script(
     script: str, args: Sequence[str], level: str | None, make: Make | None, ranks: int
 ) -> Footprint | str:
     """Count what training holds of what a script builds, run in this process; or return why it cannot."""
-    models, optimizers, said = list[nn.Module](), dict[int, torch.optim.Optimizer](), dict[str, Any]()
+    models, optimizers, options = list[nn.Module](), dict[int, torch.optim.Optimizer](), dict[str, Any]()
 
     def note_optimizer(add: Callable[..., None], optimizer: torch.optim.Optimizer, group: Any) -> None:
         add(optimizer, group)
@@ -132,10 +132,10 @@ def footprint_of_script(
         models.append(module)
         raise Enough
 
-    def stop_at_prepare(_: Any, model: Any, optimizer: Any = None, level: Any = "O1", **given: Any) -> Any:
+    def stop_at_prepare(_: Any, model: Any, optimizer: Any = None, level: Any = "O1", **kwargs: Any) -> Any:
         models.extend(as_models(model))
         optimizers.update({id(o): o for o in as_optimizers(optimizer)})
-        said.update(given, level=level if given.get("enabled", True) else "O0")
+        options.update(kwargs, level=level if kwargs.get("enabled", True) else "O0")
         raise Enough
 
     with ExitStack() as stack:
@@ -143,8 +143,8 @@ def footprint_of_script(
         replace(stack, nn.Module, "_apply", _apply_dtype)
         replace(stack, nn.Module, "__call__", stop_at_call)
         replace(stack, torch.optim.Optimizer, "add_param_group", note_optimizer)
-        own: Any = importlib.import_module("halfstep.session.prepare")
-        for place in (own, halfstep.session, halfstep, loop):  # pyright: ignore[reportAttributeAccessIssue]
+        prepare_module: Any = importlib.import_module("halfstep.session.prepare")
+        for place in (prepare_module, halfstep.session, halfstep, loop):  # pyright: ignore[reportAttributeAccessIssue]
             replace(stack, place, "prepare", stop_at_prepare)
         error = run_main(script, args)
     if error is not None:
@@ -152,24 +152,24 @@ def footprint_of_script(
     if not models or not optimizers:
         return "it ends, or calls a model, before an optimizer is made: give --parameters"
     try:
-        plan = read_plan(said.get("plan"))
-        how, dtype, _ = settings_of(plan, level or said.get("level", "O0"), said.get("dtype"), "keep")
+        plan = read_plan(options.get("plan"))
+        how, dtype, _ = settings_of(plan, level or options.get("level", "O0"), options.get("dtype"), "keep")
         if how == "auto":
             return "its level='auto' is chosen by measuring: give --level"
-        held = list(dict.fromkeys(p for o in optimizers.values() for p in parameters_of(o)))
-        known = {p for model in models for p in model.parameters()}
-        if rest := [p for p in held if p not in known]:
+        params = list(dict.fromkeys(p for o in optimizers.values() for p in parameters_of(o)))
+        model_params = {p for model in models for p in model.parameters()}
+        if rest := [p for p in params if p not in model_params]:
             models.append(nn.ParameterList(rest))
-        return footprint(models, [make(held)] if make else [*optimizers.values()], how, dtype, plan, ranks)
-    except HalfstepError as wrong:
-        return str(wrong)
+        return footprint(models, [make(params)] if make else [*optimizers.values()], how, dtype, plan, ranks)
+    except HalfstepError as error:
+        return str(error)
 
 
-def _register_without_values(register: Callable[..., None], module: nn.Module, name: str, given: Any) -> None:
+def _register_without_values(register: Callable[..., None], module: nn.Module, name: str, param: Any) -> None:
     """Register a parameter without its values."""
-    register(module, name, given)
-    if type(given) is nn.Parameter and not given.is_meta:
-        module._parameters[name] = nn.Parameter(given.to("meta"), given.requires_grad)
+    register(module, name, param)
+    if type(param) is nn.Parameter and not param.is_meta:
+        module._parameters[name] = nn.Parameter(param.to("meta"), param.requires_grad)
 
 
 def _apply_dtype(apply: Callable[..., Any], module: nn.Module, change: Any, *more: Any) -> Any:

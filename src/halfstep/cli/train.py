@@ -14,7 +14,7 @@ import tyro
 from rich.text import Text
 
 from halfstep import __version__, devices
-from halfstep.cli._options import Flag, check_report, computing_device, set_threads, shown
+from halfstep.cli._options import Flag, check_report, computing_device, set_threads, with_placeholder
 from halfstep.cli._output import console, print_json, table
 from halfstep.cli._progress import progress
 from halfstep.distributed import joined, rank, started_by_torchrun
@@ -26,26 +26,26 @@ from halfstep.recipes import RECIPES, Recipe, recipe_of
 from halfstep.recipes.runs import TimeBudget, TrainSetting, run_recipe, tune_recipe
 from halfstep.report import write_report
 from halfstep.report.comparison import Comparison, RecipeRows
-from halfstep.report.words import cells, columns, recommended, verdict
+from halfstep.report.words import cells, columns, find_recommended, verdict
 from halfstep.scaling.loss_scale import LARGEST_SCALE, SMALLEST_SCALE
 
 AUTO = "auto"
 
 
 def run(
-    recipe: tyro.conf.Positional[Annotated[str, shown("RECIPE")]],
-    level: Annotated[str | None, shown("LEVELS")] = None,
-    dtype: Annotated[str | None, shown("DTYPES")] = None,
-    loss_scale: Annotated[str, shown("SCALES")] = "default",
-    seeds: Annotated[int | None, shown("COUNT")] = None,
-    steps: Annotated[int | None, shown("COUNT")] = None,
-    epochs: Annotated[int | None, shown("COUNT")] = None,
-    device: Annotated[str | None, shown("DEVICE")] = None,
-    threads: Annotated[int | None, shown("COUNT")] = None,
-    data: Annotated[str | None, shown("FOLDER")] = None,
-    plan: Annotated[Path | None, shown("FILE")] = None,
-    time_limit: Annotated[float | None, shown("SECONDS")] = None,
-    report: Annotated[Path | None, shown("FILE")] = None,
+    recipe: tyro.conf.Positional[Annotated[str, with_placeholder("RECIPE")]],
+    level: Annotated[str | None, with_placeholder("LEVELS")] = None,
+    dtype: Annotated[str | None, with_placeholder("DTYPES")] = None,
+    loss_scale: Annotated[str, with_placeholder("SCALES")] = "default",
+    seeds: Annotated[int | None, with_placeholder("COUNT")] = None,
+    steps: Annotated[int | None, with_placeholder("COUNT")] = None,
+    epochs: Annotated[int | None, with_placeholder("COUNT")] = None,
+    device: Annotated[str | None, with_placeholder("DEVICE")] = None,
+    threads: Annotated[int | None, with_placeholder("COUNT")] = None,
+    data: Annotated[str | None, with_placeholder("FOLDER")] = None,
+    plan: Annotated[Path | None, with_placeholder("FILE")] = None,
+    time_limit: Annotated[float | None, with_placeholder("SECONDS")] = None,
+    report: Annotated[Path | None, with_placeholder("FILE")] = None,
     json: Flag = False,
 ) -> None:
     """Train a recipe at several precisions and compare them. Lists are separated by commas.
@@ -78,17 +78,20 @@ def run(
     check_report(report)
     set_threads(threads)
     where = computing_device(device)
-    kept = where.type == "cpu" and devices.keep_freed_memory()
-    lengths = [_steps(one, steps, epochs, data, demo) for one in recipes]
-    jobs = [(one, precisions.settings(one, where, data), length) for one, length in zip(recipes, lengths)]
+    memory_kept = where.type == "cpu" and devices.keep_freed_memory()
+    lengths = [_steps(each_recipe, steps, epochs, data, demo) for each_recipe in recipes]
+    jobs = [
+        (each_recipe, precisions.settings(each_recipe, where, data), length)
+        for each_recipe, length in zip(recipes, lengths)
+    ]
     budget = TimeBudget(limit, sum(len(settings) * seeds for _, settings, _ in jobs))
     total = sum(length * len(settings) * seeds for _, settings, length in jobs)
     with joined(where):
         results: list[RecipeRows] = []
         with progress("training", total, quiet=json or rank() != 0) as on_step:
-            for one, settings, length in jobs:
-                found = run_recipe(
-                    one,
+            for each_recipe, settings, length in jobs:
+                result = run_recipe(
+                    each_recipe,
                     settings,
                     seeds=seeds,
                     steps=length,
@@ -98,12 +101,12 @@ def run(
                     on_step=on_step,
                     budget=budget,
                 )
-                results.append(found)
-                if found.interrupted:
+                results.append(result)
+                if result.interrupted:
                     break
         if rank() == 0:
-            ended = [found for found in results if found.rows]
-            document = Comparison(_machine(where, kept), ended)
+            ended = [result for result in results if result.rows]
+            document = Comparison(_machine(where, memory_kept), ended)
             if report is not None:
                 write_report(document, report)
             if json:
@@ -145,9 +148,9 @@ class _Precisions:
     def read(
         cls, level: str | None, dtype: str | None, loss_scale: str, plan: Path | None, demo: bool
     ) -> _Precisions:
-        asked = _list(("O0,O1,O2,O3" if demo else "O0,O1") if level is None else level, "level")
-        words = {word: level_of(word) for word in asked if word != AUTO}
-        levels = list(dict.fromkeys(words[word][0].name if word in words else AUTO for word in asked))
+        level_words = _list(("O0,O1,O2,O3" if demo else "O0,O1") if level is None else level, "level")
+        words = {word: level_of(word) for word in level_words if word != AUTO}
+        levels = list(dict.fromkeys(words[word][0].name if word in words else AUTO for word in level_words))
         named = _list(("bf16,fp16" if demo else "default") if dtype is None else dtype, "dtype")
         dtypes = [dtype_of(word) for word in named if word != "default"]
         if levels == ["O0"]:
@@ -168,22 +171,22 @@ class _Precisions:
 
     def settings(self, recipe: Recipe, device: torch.device, data: str | None) -> list[TrainSetting]:
         """Return what one recipe is trained at; level auto is measured now."""
-        found: list[TrainSetting] = []
+        settings: list[TrainSetting] = []
         for level in self.levels:
             if level == "O0":
-                found.append(TrainSetting("O0", None))
+                settings.append(TrainSetting("O0", None))
                 continue
             if level == AUTO:
                 print(f"tuning {recipe.name}", file=sys.stderr, flush=True)
                 first = next(iter(self.dtypes), None)
                 tuned = tune_recipe(recipe, device, dtype=first, folder=data)
-                found.append(TrainSetting(tuned.choice.level, tuned.choice.dtype, plan=tuned.plan))
+                settings.append(TrainSetting(tuned.choice.level, tuned.choice.dtype, plan=tuned.plan))
                 continue
             for dtype in self.dtypes or [dtype_name(devices.default_dtype(device))]:
                 devices.check_dtype(device, dtype)
                 scales = recipe.scales if self.demo and recipe.scales and dtype == "fp16" else self.scales
-                found.extend(TrainSetting(level, dtype, scale, self.plan) for scale in scales)
-        return found
+                settings.extend(TrainSetting(level, dtype, scale, self.plan) for scale in scales)
+        return settings
 
 
 def _plan(file: Path | None) -> Plan | None:
@@ -241,7 +244,7 @@ def _scale(word: str) -> str | None:
     return word
 
 
-def _machine(device: torch.device, kept: bool) -> dict[str, Any]:
+def _machine(device: torch.device, memory_kept: bool) -> dict[str, Any]:
     facts = {
         "command": shlex.join(["halfstep", *sys.argv[1:]]),
         "date": datetime.now().strftime("%Y-%m-%d %H:%M"),
@@ -250,11 +253,11 @@ def _machine(device: torch.device, kept: bool) -> dict[str, Any]:
         "device": str(device),
         "threads": torch.get_num_threads(),
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
-        "freed_memory_kept": kept,
+        "freed_memory_kept": memory_kept,
         **devices.machine(device),
     }
-    found = {name: devices.capability(device, name) for name in ("bf16", "fp16")}
-    return facts | {"slow": {name: one.why for name, one in found.items() if one.status == "slow"}}
+    capabilities = {name: devices.capability(device, name) for name in ("bf16", "fp16")}
+    return facts | {"slow": {name: c.why for name, c in capabilities.items() if c.status == "slow"}}
 
 
 def _print(document: Comparison, report: Path | None) -> None:
@@ -263,28 +266,28 @@ def _print(document: Comparison, report: Path | None) -> None:
         out.print(f"{recipe.name}: {verdict(recipe)}", style="bold", markup=False, soft_wrap=True)
         title = f"{recipe.name}: {recipe.about} ({recipe.data}, {recipe.trained})"
         heads = columns(recipe.metric)
-        best = recommended(recipe)
+        best = find_recommended(recipe)
         rows = [
             [Text(cell, "bold" if row is best else "") for cell in cells(row, recipe.metric, document.slow)]
             for row in recipe.rows
         ]
         out.print(table(title, heads, rows, ",".join(heads[1:])))
         for row in recipe.rows:
-            said = [(f": {row.why}", "")] if row.why else []
-            said += [(f" failed: {row.failed}", "red")] if row.failed else []
-            said += [(f" {row.stopped}", "red")] if row.stopped else []
-            said += [(f": {text}", "yellow") for run in row.runs for text in run.warnings]
-            for text, style in dict.fromkeys(said):
+            remarks = [(f": {row.why}", "")] if row.why else []
+            remarks += [(f" failed: {row.failed}", "red")] if row.failed else []
+            remarks += [(f" {row.stopped}", "red")] if row.stopped else []
+            remarks += [(f": {text}", "yellow") for run in row.runs for text in run.warnings]
+            for text, style in dict.fromkeys(remarks):
                 out.print(row.label + text, style=style, markup=False)
     used = {row.dtype for recipe in document.recipes for row in recipe.rows}
     for name, why in ((n, w) for n, w in document.slow.items() if n in used):
         out.print(
             f"{name} is slow here ({why}): inputs and outputs are rounded to {name}, the arithmetic is fp32."
         )
-    kept = document.machine["freed_memory_kept"]
+    memory_kept = document.machine["freed_memory_kept"]
     out.print(
         "peak: tensors alive during a step; saved: kept between forward and backward, parameters not counted"
-        + ("; freed memory is kept for the next tensor (mallopt)." if kept else ".")
+        + ("; freed memory is kept for the next tensor (mallopt)." if memory_kept else ".")
     )
     if report is not None:
         out.print(f"report: {report}")

@@ -11,7 +11,7 @@ import tyro
 
 from halfstep import devices
 from halfstep.cli import _tune_script
-from halfstep.cli._options import Flag, check_report, computing_device, set_threads, shown
+from halfstep.cli._options import Flag, check_report, computing_device, set_threads, with_placeholder
 from halfstep.cli._output import console, print_json, table
 from halfstep.cli._progress import progress
 from halfstep.errors import ConfigError
@@ -22,13 +22,13 @@ from halfstep.tuning.search import Tuning
 
 
 def run(
-    target: tyro.conf.Positional[Annotated[str, shown("RECIPE|SCRIPT.py")]],
-    args: tyro.conf.Positional[Annotated[tuple[str, ...], shown("[ARGUMENT ...]")]] = (),
-    dtype: Annotated[str | None, shown("DTYPE")] = None,
-    out: Annotated[Path | None, shown("FILE")] = None,
-    seconds: Annotated[float, shown("SECONDS")] = 60.0,
-    device: Annotated[str | None, shown("DEVICE")] = None,
-    threads: Annotated[int | None, shown("COUNT")] = None,
+    target: tyro.conf.Positional[Annotated[str, with_placeholder("RECIPE|SCRIPT.py")]],
+    args: tyro.conf.Positional[Annotated[tuple[str, ...], with_placeholder("[ARGUMENT ...]")]] = (),
+    dtype: Annotated[str | None, with_placeholder("DTYPE")] = None,
+    out: Annotated[Path | None, with_placeholder("FILE")] = None,
+    seconds: Annotated[float, with_placeholder("SECONDS")] = 60.0,
+    device: Annotated[str | None, with_placeholder("DEVICE")] = None,
+    threads: Annotated[int | None, with_placeholder("COUNT")] = None,
     json: Flag = False,
 ) -> None:
     """Measure which level, layout and plan by module train fastest on this machine.
@@ -52,9 +52,9 @@ def run(
     if dtype not in (None, "bf16", "fp16"):
         raise ConfigError(f"--dtype {dtype}: expected bf16 or fp16")
     check_report(out, "--out")
-    with progress(f"tuning {target}", None, quiet=json) as tell:
+    with progress(f"tuning {target}", None, quiet=json) as report:
         if target.endswith(".py"):
-            found = _tune_script.tune_script(Path(target), args, dtype, seconds, tell)
+            tuning = _tune_script.tune_script(Path(target), args, dtype, seconds, report)
         else:
             if args:
                 raise ConfigError(
@@ -65,27 +65,27 @@ def run(
             where = computing_device(device)
             if where.type == "cpu":
                 devices.keep_freed_memory()
-            found = runs.tune_recipe(recipe, where, dtype=dtype, seconds=seconds)
+            tuning = runs.tune_recipe(recipe, where, dtype=dtype, seconds=seconds)
     if out is not None:
-        out.write_text(found.to_toml(), encoding="utf-8")
+        out.write_text(tuning.to_toml(), encoding="utf-8")
     if json:
-        return print_json(_document(target, found))
-    return _print(target, found, out)
+        return print_json(_document(target, tuning))
+    return _print(target, tuning, out)
 
 
-def _document(target: str, found: Tuning) -> dict[str, Any]:
-    settings = found.plan.settings
+def _document(target: str, tuning: Tuning) -> dict[str, Any]:
+    settings = tuning.plan.settings
     assert settings is not None
     return {
         "target": target,
         "chosen": settings.to_table(),
         "measured": [
             vars(row) | {"loss": loss, "peak_bytes": trial.peak_bytes, "skipped": trial.skipped}
-            for row, loss, trial in zip(settings.measured, last_losses(found.trials), found.trials)
+            for row, loss, trial in zip(settings.measured, last_losses(tuning.trials), tuning.trials)
         ],
-        "rules": [{"pattern": rule.pattern, "reason": rule.reason} for rule in found.plan.rules],
-        "lines": _lines(found),
-        "seconds": found.seconds,
+        "rules": [{"pattern": rule.pattern, "reason": rule.reason} for rule in tuning.plan.rules],
+        "lines": _lines(tuning),
+        "seconds": tuning.seconds,
     }
 
 
@@ -96,38 +96,38 @@ def last_losses(trials: Sequence[Trial]) -> list[float | None]:
     return [mean(trial.losses[last]) if trial.losses else None for trial in trials]
 
 
-def _print(target: str, found: Tuning, out: Path | None) -> None:
-    settings = found.plan.settings
+def _print(target: str, tuning: Tuning, out: Path | None) -> None:
+    settings = tuning.plan.settings
     assert settings is not None
-    base, lines, rows = settings.measured[0].milliseconds, _lines(found), list[list[str]]()
-    for row, loss, trial in zip(settings.measured, last_losses(found.trials), found.trials):
+    base, lines, rows = settings.measured[0].milliseconds, _lines(tuning), list[list[str]]()
+    for row, loss, trial in zip(settings.measured, last_losses(tuning.trials), tuning.trials):
         compared = "" if row.milliseconds is None or not base else speed_in_words(row.milliseconds / base)
         step, error = number(row.milliseconds, "{:,.4g} ms"), number(row.gradient_error, "{:.2g}")
         skipped = f"steps skipped on inf or NaN gradients: {trial.skipped}" if trial.skipped else ""
         of_script = [number(loss, "{:.5g}"), number(trial.peak_bytes, "{:,.4g} MB", 1e-6)] if lines else []
         rows.append([row.setting, *of_script, step, compared, error, row.note or skipped])
     heads = [*(["loss", "peak memory"] if lines else []), "step", "against fp32", "gradient error"]
-    said = console()
+    terminal = console()
     title = f"{target}: what trains it fastest here"
-    said.print(table(title, ["setting", *heads, ""], rows, ",".join(heads)))
-    said.print(f"chosen: {settings.reason}", markup=False, highlight=False)
-    for rule in found.plan.rules:
-        said.print(f"  {rule.pattern}: {rule.reason}", markup=False, highlight=False)
+    terminal.print(table(title, ["setting", *heads, ""], rows, ",".join(heads)))
+    terminal.print(f"chosen: {settings.reason}", markup=False, highlight=False)
+    for rule in tuning.plan.rules:
+        terminal.print(f"  {rule.pattern}: {rule.reason}", markup=False, highlight=False)
     if lines:
-        said.print(lines, markup=False, highlight=False, soft_wrap=True)
+        terminal.print(lines, markup=False, highlight=False, soft_wrap=True)
     if out is not None:
-        said.print(f"plan: {out}", markup=False, soft_wrap=True)
+        terminal.print(f"plan: {out}", markup=False, soft_wrap=True)
 
 
-def _lines(found: Tuning) -> str | None:
+def _lines(tuning: Tuning) -> str | None:
     """What to write into a script without halfstep for the fastest 16-bit setting; None for any other."""
-    if not found.trials[0].losses:
+    if not tuning.trials[0].losses:
         return None
-    usable = [t for t in found.trials[1:] if t.usable]
+    usable = [t for t in tuning.trials[1:] if t.usable]
     if not usable:
         return "loss: the mean of the last quarter of all losses"
-    dtype, base = min(usable, key=lambda trial: trial.time).choice.dtype, found.trials[0]
-    anyway = "" if found.choice.dtype else " all the same (for its memory, or on another machine)"
+    dtype, base = min(usable, key=lambda trial: trial.time).choice.dtype, tuning.trials[0]
+    anyway = "" if tuning.choice.dtype else " all the same (for its memory, or on another machine)"
     return f"""loss: the mean of the last quarter of {len(base.losses)} losses
 to train in {dtype}{anyway}, import halfstep as hs and write:
 {_code(str(dtype), base.uses)}"""
@@ -136,12 +136,12 @@ to train in {dtype}{anyway}, import halfstep as hs and write:
 def _code(dtype: str, uses: Collection[str]) -> str:
     """The lines for a script that uses these things of torch, each with its place; they do what was tried."""
     several, clips = "several optimizers" in uses, "clip_grad_norm_" in uses
-    made, where, each = "model, optimizer", "once both are made", list[str]()
+    names, where, each = "model, optimizer", "once both are made", list[str]()
     if several:
-        made, where, each = "models, optimizers", "lists of them all", ["optimizer"]
+        names, where, each = "models, optimizers", "lists of them all", ["optimizer"]
     clip, in_place = (["clip_norm=max_norm"], ", clip_grad_norm_") if clips else ([], "")
     lines = [
-        (f'amp = hs.prepare({made}, level="O1", dtype="{dtype}")', where),
+        (f'amp = hs.prepare({names}, level="O1", dtype="{dtype}")', where),
         ("with amp.autocast():", "around each call of a model"),
         ("    output = model(input)", ""),
         ("loss = loss_of(output.float())", "outside, from fp32 outputs"),

@@ -23,7 +23,7 @@ from halfstep.casting.context import autocast
 from halfstep.casting.functions import custom_bwd, custom_fwd
 from halfstep.errors import ConfigError
 from halfstep.policy.levels import LOW_DTYPES
-from halfstep.policy.policy import Policy, says_dtype, text_of
+from halfstep.policy.policy import Policy, dict_to_text, names_dtype
 from halfstep.scaling.grad_scaler import GradScaler
 from halfstep.torch_private import dispatch_key, has_fallback
 
@@ -36,7 +36,7 @@ def install(row: devices.Accelerator) -> None:
     """Make scalers, regions and process groups work on a device that was just registered."""
     policy = row.policy
     if isinstance(policy, Mapping):
-        policy = text_of(cast("Mapping[str, Any]", policy)) or None
+        policy = dict_to_text(cast("Mapping[str, Any]", policy)) or None
     if policy is not None:
         Policy.parse(policy)
     module = _device_module(row.name)
@@ -73,9 +73,9 @@ def _device_module(name: str) -> Any:
         module.manual_seed_all = _seed_nothing
         torch._register_device_module(name, module)
     module = getattr(torch, name)
-    for public, made in _defaults(name).items():
+    for public, default in _defaults(name).items():
         if not hasattr(module, public):
-            setattr(module, public, made)
+            setattr(module, public, default)
     if not hasattr(module, "device"):
         _let_files_be_read(name)
     return module
@@ -87,10 +87,10 @@ def _defaults(name: str) -> dict[str, Any]:
     def index_of(device: Any) -> int | None:
         if isinstance(device, int):
             return device
-        given = torch.device(device)
-        if given.type != name:
-            raise ConfigError(f"torch.{name} was given {given}: give a device of {name}, or its number")
-        return given.index
+        target = torch.device(device)
+        if target.type != name:
+            raise ConfigError(f"torch.{name} was given {target}: give a device of {name}, or its number")
+        return target.index
 
     def synchronize(device: Any = None) -> None:
         with contextlib.suppress(RuntimeError):  # said by a backend without streams: nothing is under way
@@ -114,10 +114,10 @@ def _defaults(name: str) -> dict[str, Any]:
 @functools.cache
 def _let_files_be_read(name: str) -> None:
     """`torch.load` onto a device whose module has no `device`, which torch's own way of copying needs."""
-    here = re.compile(rf"{name}(:\d+)?")
+    pattern = re.compile(rf"{name}(:\d+)?")
 
     def read(saved: Any, location: str) -> Any:
-        if here.fullmatch(location) is None:
+        if pattern.fullmatch(location) is None:
             return None
         host = torch.empty(0, dtype=torch.uint8).set_(saved)
         return host.to(location).untyped_storage()
@@ -150,7 +150,7 @@ def _amp_module(name: str) -> ModuleType:
                 raise ConfigError(f"{path}.autocast takes enabled first, was given {enabled!r}; name dtype=")
             row = devices.declared(name)
             chosen = _policies[name] if policy is None else policy
-            if dtype is None and enabled and not says_dtype(chosen):
+            if dtype is None and enabled and not names_dtype(chosen):
                 fast = (low for low in row.dtypes if low in LOW_DTYPES and low not in row.slow)
                 dtype = next(fast, None) or devices.default_dtype(name)
             super().__init__(name, dtype, enabled, chosen)
@@ -162,10 +162,10 @@ def _amp_module(name: str) -> ModuleType:
             super().__init__(name, *args, **kwargs)
 
     module = cast("Any", ModuleType(path, f"Mixed precision on {name}."))
-    for public, made in (("autocast", DeviceAutocast), ("GradScaler", DeviceGradScaler)):
-        made.__name__ = made.__qualname__ = public
-        made.__module__ = path
-        setattr(module, public, made)
+    for public, cls in (("autocast", DeviceAutocast), ("GradScaler", DeviceGradScaler)):
+        cls.__name__ = cls.__qualname__ = public
+        cls.__module__ = path
+        setattr(module, public, cls)
     module.custom_fwd = functools.partial(custom_fwd, device_type=name)
     module.custom_bwd = functools.partial(custom_bwd, device_type=name)
     sys.modules[path] = module
@@ -180,9 +180,9 @@ def _install_collective(name: str, collective: Any) -> None:
         raise ConfigError(f"register({name!r}, collective=...) needs a torch built with distributed")
     if isinstance(collective, str):
         if collective not in dist.Backend.backend_list:
-            known = ", ".join(dist.Backend.backend_list)
+            backends = ", ".join(dist.Backend.backend_list)
             raise ConfigError(
-                f"collective={collective!r} is no backend of torch.distributed; expected one of {known}"
+                f"collective={collective!r} is no backend of torch.distributed; expected one of {backends}"
             )
         dist.Backend.default_device_backend_map[name] = collective
         return

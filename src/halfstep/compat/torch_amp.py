@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.amp.autocast_mode import is_autocast_available
 
-from halfstep.casting.context import active_policy, traced_policy
+from halfstep.casting.context import active_policy, policy_under_trace
 from halfstep.casting.context import autocast as _native
 from halfstep.casting.functions import custom_bwd
 from halfstep.casting.functions import custom_fwd as _custom_fwd
@@ -60,7 +60,7 @@ def _choice(
     device: str | torch.device | None,
     dtype: torch.dtype | None,
     enabled: bool,
-    here: Callable[[str], Policy | None] = active_policy,
+    policy_of: Callable[[str], Policy | None] = active_policy,
 ) -> tuple[str, torch.dtype, str | Policy | None]:
     """Device, dtype and policy of a region as torch's arguments mean them; None for the bare old form.
 
@@ -80,14 +80,14 @@ def _choice(
             )
     if not enabled:
         return kind, low, None
-    return kind, low, here(kind) or (_CUDA_ELSEWHERE if absent else _policy(kind, low))
+    return kind, low, policy_of(kind) or (_CUDA_ELSEWHERE if absent else _policy(kind, low))
 
 
 @constant_when_traced
-def _traced_choice(
+def _choice_under_trace(
     device: str | torch.device | None, dtype: torch.dtype | None, enabled: bool
 ) -> tuple[str, torch.dtype, str | None]:
-    kind, low, policy = _choice(device, dtype, enabled, traced_policy)
+    kind, low, policy = _choice(device, dtype, enabled, policy_under_trace)
     return kind, low, None if policy is None else str(policy)
 
 
@@ -109,9 +109,9 @@ def runs_natively(device_type: str, dtype: torch.dtype) -> bool:
 @functools.cache
 def _as_torch_around_fp32(device_type: str, dtype: torch.dtype) -> Policy:
     """Torch's rules as edits of our table, whose ops may take other kernels than torch's."""
-    wanted = rows("torch", device_type)
-    names = {**rows("halfstep"), **wanted}
-    edits = {name: wanted[name].rule if name in wanted else Rule.KEEP for name in names}
+    torch_rows = rows("torch", device_type)
+    names = {**rows("halfstep"), **torch_rows}
+    edits = {name: torch_rows[name].rule if name in torch_rows else Rule.KEEP for name in names}
     return Policy(compute_dtype=dtype, edits=edits)
 
 
@@ -134,7 +134,7 @@ class autocast(_native):
     ) -> None:
         if isinstance(device_type, bool):  # torch.cuda.amp.autocast(enabled, dtype, cache_enabled)
             device_type, enabled = None, device_type
-        choose = _traced_choice if torch.compiler.is_compiling() else _choice
+        choose = _choice_under_trace if torch.compiler.is_compiling() else _choice
         kind, low, policy = choose(device_type, dtype, enabled)
         super().__init__(kind, low, enabled, policy)
         self.device, self.fast_dtype = kind, low
@@ -261,24 +261,30 @@ class install:
 
     def _put_ours(self) -> None:
         places = [(sys.modules[place], names) for place, names in _PLACES.items()]
-        self._swaps = [(m, name, getattr(m, name), own) for m, names in places for name, own in names.items()]
-        ours = {id(torchs): own for _, _, torchs, own in self._swaps}
-        self._swaps += [(module, name, value, ours[id(value)]) for module, name, value in _bound(ours)]
-        for module, name, _, own in self._swaps:
-            setattr(module, name, own)
+        self._swaps = [
+            (m, name, getattr(m, name), replacement)
+            for m, names in places
+            for name, replacement in names.items()
+        ]
+        ours = {id(torchs): replacement for _, _, torchs, replacement in self._swaps}
+        self._swaps += [
+            (module, name, value, ours[id(value)]) for module, name, value in _find_bindings(ours)
+        ]
+        for module, name, _, replacement in self._swaps:
+            setattr(module, name, replacement)
 
     def _put_back(self) -> None:
         for module, name, torchs, _ in self._swaps:
             setattr(module, name, torchs)
-        back = {id(own): torchs for _, _, torchs, own in self._swaps}
-        for module, name, value in _bound(back):
+        back = {id(replacement): torchs for _, _, torchs, replacement in self._swaps}
+        for module, name, value in _find_bindings(back):
             setattr(module, name, back[id(value)])
 
 
 _in_force: list[install] = []
 
 
-def _bound(values: Collection[int]) -> Iterator[tuple[ModuleType, str, Any]]:
+def _find_bindings(values: Collection[int]) -> Iterator[tuple[ModuleType, str, Any]]:
     """Yield module, name and value where a module, not torch's nor halfstep's, binds one of these objects."""
     for path, module in list(sys.modules.items()):
         if path.split(".")[0] not in ("torch", "halfstep"):

@@ -1,7 +1,7 @@
 """The battery that a new accelerator has to pass: casting, training, scaling, masters and state.
 
 Each check compares the device with the CPU or with a rule, never with itself. `run_battery` gives the checks
-as data; `halfstep devices --check NAME` prints them. What a device must bring is told in
+as data; `halfstep devices --check NAME` prints them. What a device must have is described in
 docs/new-accelerator.md.
 """
 
@@ -77,7 +77,7 @@ def run_battery(
             yield from _casting(at, low, policy)
         for group, name, check, *args in _plan(at, names, lows):
             if group in only:
-                yield from _guarded(group, name, check, *args)
+                yield from _run_check(group, name, check, *args)
 
 
 def _plan(at: torch.device, levels: Sequence[str], lows: Sequence[torch.dtype]) -> Iterator[tuple[Any, ...]]:
@@ -98,8 +98,8 @@ def _plan(at: torch.device, levels: Sequence[str], lows: Sequence[torch.dtype]) 
         yield "state", f"saved and resumed {where}", _resumes, at, level, low
 
 
-def _guarded(group: str, name: str, check: Callable[..., Outcome], *args: object) -> Iterator[Check]:
-    """Run one check; what it raises is a failure of the device, told in one line."""
+def _run_check(group: str, name: str, check: Callable[..., Outcome], *args: object) -> Iterator[Check]:
+    """Run one check; what it raises is a failure of the device, in one line."""
     torch.manual_seed(0)
     try:
         status, detail = check(*args)
@@ -116,14 +116,14 @@ def _casting(at: torch.device, low: torch.dtype, policy: str | Policy | None) ->
     chosen = (Policy() if policy is None else Policy.parse(policy)).with_dtype(low)
     region = lambda: autocast(at.type, policy=chosen)  # noqa: E731
     statuses: dict[str, Status] = {"agrees": "passes", "differs": "fails"}
-    for name, seen in probe_casting(at, low, chosen.rows(at.type), region).items():
-        status = statuses.get(seen.verdict, "absent")
-        rounded = seen.note == ROUNDED
-        detail = seen.note
+    for name, observation in probe_casting(at, low, chosen.rows(at.type), region).items():
+        status = statuses.get(observation.verdict, "absent")
+        rounded = observation.note == ROUNDED
+        detail = observation.note
         if status == "fails":
-            got = "+".join(dtype_name(d) for d in seen.compute) or "nothing"
-            gave = "nothing" if seen.output is None else dtype_name(seen.output)
-            detail = f"{seen.note}; computed in {got}, gave {gave}"
+            got = "+".join(dtype_name(d) for d in observation.compute) or "nothing"
+            gave = "nothing" if observation.output is None else dtype_name(observation.output)
+            detail = f"{observation.note}; computed in {got}, gave {gave}"
         yield Check("casting", f"{name} {dtype_name(low)}", "falls back" if rounded else status, detail)
 
 
@@ -195,10 +195,10 @@ def _trains(at: torch.device, name: str, level: str, low: torch.dtype) -> Outcom
         optimizer.step()
         optimizer.zero_grad()
         loss_error = abs(float(device_loss.detach()) - float(loss.detach())) / float(loss.detach())
-    wanted = TOLERANCES[low]
+    tolerances = TOLERANCES[low]
     detail = f"gradients within {gradient_error:.1e} of fp32, loss within {loss_error:.1e}"
-    if gradient_error > wanted[0] or loss_error > wanted[1]:
-        return "fails", f"{detail}; allowed are {wanted[0]:.1e} and {wanted[1]:.1e}"
+    if gradient_error > tolerances[0] or loss_error > tolerances[1]:
+        return "fails", f"{detail}; allowed are {tolerances[0]:.1e} and {tolerances[1]:.1e}"
     return ("falls back" if devices.is_slow(at, low) else "passes"), detail
 
 
@@ -236,9 +236,9 @@ def _gradient_cases() -> Iterator[tuple[str, list[Tensor]]]:
     yield "finite gradients", base
     for word, bad in (("inf", float("inf")), ("-inf", float("-inf")), ("NaN", float("nan"))):
         for place in (0, 1):
-            spoiled = [g.clone() for g in base]
-            spoiled[place].view(-1)[-1] = bad
-            yield f"{word} in gradient {place + 1}", spoiled
+            grads = [g.clone() for g in base]
+            grads[place].view(-1)[-1] = bad
+            yield f"{word} in gradient {place + 1}", grads
 
 
 def _finite_check(at: torch.device) -> Outcome:
@@ -248,13 +248,16 @@ def _finite_check(at: torch.device) -> Outcome:
         for name, grads in _gradient_cases():
             ours = [g.to(dtype).to(at) for g in grads]
             theirs = [g.to(dtype) for g in grads]
-            found = unscale_(ours, torch.tensor(0.25, device=at))
+            found_inf = unscale_(ours, torch.tensor(0.25, device=at))
             flag = torch.zeros(())
             plain_check_and_unscale(theirs, flag, torch.tensor(0.25))
-            if bool(found) != bool(flag):
-                return "fails", f"{name} ({dtype_name(dtype)}): found_inf is {bool(found)}, not {bool(flag)}"
-            for one, two in zip(ours, theirs):
-                if not torch.equal(one.cpu().nan_to_num(9.0), two.nan_to_num(9.0)):
+            if bool(found_inf) != bool(flag):
+                return (
+                    "fails",
+                    f"{name} ({dtype_name(dtype)}): found_inf is {bool(found_inf)}, not {bool(flag)}",
+                )
+            for our_grad, their_grad in zip(ours, theirs):
+                if not torch.equal(our_grad.cpu().nan_to_num(9.0), their_grad.nan_to_num(9.0)):
                     return "fails", f"{name} ({dtype_name(dtype)}): unscaled to other values than on the CPU"
     if devices.declared(at.type).finite_check is not None:
         return "passes", "the vendor's kernel"
@@ -268,16 +271,16 @@ def _scale_update(at: torch.device) -> Outcome:
         return "falls back", "no kernel registered; ordinary ops do it"
     scale = torch.tensor(1024.0, device=at)
     tracker = torch.zeros((), dtype=torch.int32, device=at)
-    wanted = DynamicLossScale(1024.0, 2.0, 0.5, 2)
+    loss_scale = DynamicLossScale(1024.0, 2.0, 0.5, 2)
     for step, overflow in enumerate(_OVERFLOWS, start=1):
         kernel(scale, tracker, torch.tensor(float(overflow), device=at), 2.0, 0.5, 2)
-        wanted = wanted.adjust(not overflow)
-        if float(scale) != wanted.value:
-            return "fails", f"after step {step} the kernel gives {float(scale)}, the rule {wanted.value}"
+        loss_scale = loss_scale.adjust(not overflow)
+        if float(scale) != loss_scale.value:
+            return "fails", f"after step {step} the kernel gives {float(scale)}, the rule {loss_scale.value}"
     return "passes", "the vendor's kernel"
 
 
-def _prepared(at: torch.device, level: str, low: torch.dtype) -> tuple[Session, Tensor, Tensor]:
+def _prepare(at: torch.device, level: str, low: torch.dtype) -> tuple[Session, Tensor, Tensor]:
     torch.manual_seed(0)
     model, x, y = _mlp()
     model = model.to(at)
@@ -305,7 +308,7 @@ def _same(left: Iterable[Tensor], right: Iterable[Tensor]) -> bool:
 
 
 def _skips(at: torch.device, level: str, low: torch.dtype) -> Outcome:
-    session, x, y = _prepared(at, level, low)
+    session, x, y = _prepare(at, level, low)
     if not _one_step(session, x, y):
         return "fails", "a clean step was skipped"
     before, scale = _weights(session.model), float(session.loss_scale.value)
@@ -344,16 +347,16 @@ def _masters(at: torch.device, level: str, low: torch.dtype) -> Outcome:
 
 def _resumes(at: torch.device, level: str, low: torch.dtype) -> Outcome:
     """Two steps, save, load into a new model on the device, one step more: the same bits as three steps."""
-    session, x, y = _prepared(at, level, low)
+    session, x, y = _prepare(at, level, low)
     for _ in range(2):
         _one_step(session, x, y)
-    again, _, _ = _prepared(at, level, low)
+    resumed_session, _, _ = _prepare(at, level, low)
     with tempfile.TemporaryDirectory() as folder:
-        again.load(session.save(Path(folder) / "saved"))
+        resumed_session.load(session.save(Path(folder) / "saved"))
     _one_step(session, x, y)
-    _one_step(again, x, y)
-    if not _same(_weights(session.model), _weights(again.model)):
+    _one_step(resumed_session, x, y)
+    if not _same(_weights(session.model), _weights(resumed_session.model)):
         return "fails", "the resumed run has other weights than the one that was not stopped"
-    if float(session.loss_scale.value) != float(again.loss_scale.value):
+    if float(session.loss_scale.value) != float(resumed_session.loss_scale.value):
         return "fails", "the resumed run has another loss scale"
     return "passes", ""

@@ -79,9 +79,9 @@ def _long_sums(roundings: float, *cases: tuple[Any, ...]) -> Numbers:
     def check(at: torch.device, low: torch.dtype) -> Outcome:
         worst = 0.0
         for op, *shapes in cases:
-            given = [_uniform(low, *shape) for shape in shapes]
-            exact = op(*(t.double() for t in given))
-            worst = max(worst, _error(op(*(t.to(at) for t in given)), exact))
+            inputs = [_uniform(low, *shape) for shape in shapes]
+            exact = op(*(t.double() for t in inputs))
+            worst = max(worst, _error(op(*(t.to(at) for t in inputs)), exact))
         return _within(worst, low, roundings, f"sums of {LONG} terms")
 
     return check
@@ -110,8 +110,8 @@ def _product(at: torch.device, low: torch.dtype, left: list[float], right: list[
     return float((a.to(at) @ b.T.contiguous().to(at)).cpu().double())
 
 
-def _expect(got: float, wanted: float, what: str) -> Outcome:
-    return ("passes", what) if got == wanted else ("fails", f"{what}: gave {got}, expected {wanted}")
+def _expect(got: float, expected: float, what: str) -> Outcome:
+    return ("passes", what) if got == expected else ("fails", f"{what}: gave {got}, expected {expected}")
 
 
 def _whole_products(at: torch.device, low: torch.dtype) -> Outcome:
@@ -135,9 +135,9 @@ def _overflow(at: torch.device, low: torch.dtype) -> Outcome:
     cast = float(torch.tensor([top * 1.01 if low is torch.float16 else 3.4e38]).to(at).to(low).cpu())
     summed = float((torch.tensor([top], dtype=low).to(at) * 2).cpu())
     matrix = _product(at, low, [top, top], [1.0, 1.0])
-    given = {"a cast": cast, "a product": summed, "a matrix product": matrix}
-    wrong = [f"{name} gave {value}" for name, value in given.items() if value != float("inf")]
-    return ("fails", f"{', '.join(wrong)}, expected inf") if wrong else ("passes", "")
+    results = {"a cast": cast, "a product": summed, "a matrix product": matrix}
+    errors = [f"{name} gave {value}" for name, value in results.items() if value != float("inf")]
+    return ("fails", f"{', '.join(errors)}, expected inf") if errors else ("passes", "")
 
 
 def _specials(at: torch.device, low: torch.dtype) -> Outcome:
@@ -150,8 +150,8 @@ def _specials(at: torch.device, low: torch.dtype) -> Outcome:
     if not bool(same[0, 1].isnan()) or float(same[1, 0]) != inf:
         return "fails", f"relu of NaN and inf gave {same.tolist()}"
     back = x.float().cpu()
-    wrong = not bool(back[0, 1].isnan()) or float(back[1, 0]) != inf
-    return ("fails", f"the cast to fp32 gave {back.tolist()}") if wrong else ("passes", "")
+    cast_fails = not bool(back[0, 1].isnan()) or float(back[1, 0]) != inf
+    return ("fails", f"the cast to fp32 gave {back.tolist()}") if cast_fails else ("passes", "")
 
 
 def _subnormals(at: torch.device, low: torch.dtype) -> Outcome:
@@ -160,14 +160,14 @@ def _subnormals(at: torch.device, low: torch.dtype) -> Outcome:
     values = torch.arange(1, 9, dtype=torch.float64) * smallest
     cast = values.float().to(at).to(low)
     one = torch.ones(1, dtype=low).to(at)
-    given = {
+    results = {
         "a cast": cast,
         "the cast back": cast.float(),
         "an addition": cast + torch.zeros(8, dtype=low).to(at),
         "a product": cast * one,
         "a matrix product": (cast.reshape(8, 1) @ one.reshape(1, 1)).reshape(8),
     }
-    for name, got in given.items():
+    for name, got in results.items():
         if got.cpu().double().tolist() != values.tolist():
             return "fails", f"{name} of the subnormals {smallest} to {8 * smallest} gave {got.cpu().tolist()}"
     return "passes", f"from {smallest}"
@@ -178,10 +178,10 @@ def _ties(at: torch.device, low: torch.dtype) -> Outcome:
     half = _unit(low)
     near = torch.tensor([1 + half, 1 + 3 * half, 1 + half * (1 + 2.0**-8), 1 + half * (1 - 2.0**-8)])
     exact = torch.cat([near, -near])
-    wanted = exact.to(low).double().tolist()
-    given = exact.to(at).to(low).cpu().double().tolist()
-    if given != wanted:
-        return "fails", f"the cast of {exact.tolist()} gave {given}, expected {wanted}"
+    expected = exact.to(low).double().tolist()
+    result = exact.to(at).to(low).cpu().double().tolist()
+    if result != expected:
+        return "fails", f"the cast of {exact.tolist()} gave {result}, expected {expected}"
     sums = [_product(at, low, [1.0, n * half], [1.0, 1.0]) for n in (1, 3)]
     return _expect(max(abs(sums[0] - 1), abs(sums[1] - 1 - 4 * half)), 0.0, "ties of sums of products")
 
@@ -191,9 +191,9 @@ def _format(at: torch.device, low: torch.dtype) -> Outcome:
     e, top = format_of(low).epsilon, float(torch.finfo(low).max)
     small = float(torch.finfo(low).smallest_normal)
     values = [1 + e, top, small, -1 - e]
-    kept = torch.tensor(values).to(at).to(low).cpu().double().tolist()
-    if kept != values:
-        return "fails", f"a cast of {values} gave {kept}: another format than it says"
+    result = torch.tensor(values).to(at).to(low).cpu().double().tolist()
+    if result != values:
+        return "fails", f"a cast of {values} gave {result}: another format than it says"
     products = [_product(at, low, [value], [1.0]) for value in values]
     if products != values:
         return "fails", f"a matrix product by 1 of {values} gave {products}: another format inside"
@@ -205,6 +205,6 @@ def _flag(at: torch.device, low: torch.dtype) -> Outcome:
     kernel = devices.declared(at.type).finite_check
     if kernel is None:
         return "falls back", "no kernel registered; torch's or ordinary ops do it"
-    found, inverse = torch.ones((), device=at), torch.ones((), device=at)
-    kernel([torch.ones(3, dtype=low).to(at)], found, inverse)
-    return _expect(float(found), 1.0, "found_inf, set before a finite gradient")
+    found_inf, inverse = torch.ones((), device=at), torch.ones((), device=at)
+    kernel([torch.ones(3, dtype=low).to(at)], found_inf, inverse)
+    return _expect(float(found_inf), 1.0, "found_inf, set before a finite gradient")

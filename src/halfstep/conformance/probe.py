@@ -64,12 +64,12 @@ class _DtypesSeen(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        given, name = _dtypes((args, kwargs)), schema_of(func).name.removeprefix("aten::")
-        if given and not func.is_view and name not in _MOVES:
-            asked = (kwargs or {}).get("dtype")
+        dtypes, name = _dtypes((args, kwargs)), schema_of(func).name.removeprefix("aten::")
+        if dtypes and not func.is_view and name not in _MOVES:
+            dtype = (kwargs or {}).get("dtype")
             if name in _HALF_TO_FLOAT and args[2]:
-                asked = torch.float32
-            self._seen.update((asked,) if asked in _FLOATING else given)
+                dtype = torch.float32
+            self._seen.update((dtype,) if dtype in _FLOATING else dtypes)
         return func(*args, **(kwargs or {}))
 
 
@@ -100,13 +100,13 @@ def probe_casting(
         rows: op name to rule, as `Policy.rows` gives them.
         region: makes the region to look at.
     """
-    seen: dict[str, Observed] = {}
+    observations: dict[str, Observed] = {}
     with warnings.catch_warnings(), torch.no_grad():
         # Deprecated and beta ops are in the table like any other; their warnings are not about us.
         warnings.simplefilter("ignore")
         for name, row in rows.items():
-            seen[name] = _probe(name, row.rule, device, dtype, region)
-    return seen
+            observations[name] = _probe(name, row.rule, device, dtype, region)
+    return observations
 
 
 def _probe(
@@ -123,33 +123,33 @@ def _probe(
     if name.startswith("mkldnn") and torch.device(device).type != "cpu":
         return Observed(name, rule, (), (), None, "absent", "belongs to the CPU")
     fn, args = SAMPLES[name](device, torch.float32)
-    args = _given(rule, dtype, args)
-    given, watch = _dtypes(args), _DtypesSeen()
+    args = _sample_arguments(rule, dtype, args)
+    dtypes, watch = _dtypes(args), _DtypesSeen()
     try:
         with region(), watch:
             result = fn(*args)
     except BannedOpError as error:
         verdict: Verdict = "agrees" if rule is Rule.BANNED else "differs"
-        return Observed(name, rule, given, (), None, verdict, str(error))
+        return Observed(name, rule, dtypes, (), None, verdict, str(error))
     except (RuntimeError, ValueError, TypeError) as error:
         absent = _fails_plainly(name, device)
-        return Observed(name, rule, given, (), None, "absent" if absent else "differs", _first_line(error))
+        return Observed(name, rule, dtypes, (), None, "absent" if absent else "differs", _first_line(error))
     output = next((t.dtype for t in tensors_in(result)), None)
     verdict, note = _judge(rule, dtype, watch.compute, output)
-    return Observed(name, rule, given, watch.compute, output, verdict, note)
+    return Observed(name, rule, dtypes, watch.compute, output, verdict, note)
 
 
-def _given(rule: Rule, dtype: torch.dtype, args: tuple[Any, ...]) -> tuple[Any, ...]:
+def _sample_arguments(rule: Rule, dtype: torch.dtype, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Sample arguments in the dtypes that show what the rule does."""
     if rule in (Rule.LOW, Rule.FP32_OUT):
         return args
-    left = Counter({"fp32": 1 if rule is Rule.WIDEST else 0})
+    quota = Counter({"fp32": 1 if rule is Rule.WIDEST else 0})
 
     def change(value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or value.dtype is not torch.float32:
             return value
-        if left["fp32"]:
-            left["fp32"] -= 1
+        if quota["fp32"]:
+            quota["fp32"] -= 1
             return value
         return value.to(dtype)
 
@@ -187,13 +187,13 @@ def _first_line(error: Exception) -> str:
     return lines[0].partition(". ")[0][:160]
 
 
-def groups(seen: Iterable[Observed]) -> Iterator[tuple[Observed, list[str]]]:
+def groups(observations: Iterable[Observed]) -> Iterator[tuple[Observed, list[str]]]:
     """Observations that look alike, with the names of their ops: one of them, and all names."""
-    found: dict[tuple[Any, ...], tuple[Observed, list[str]]] = {}
-    for o in seen:
-        told = o.verdict in ("agrees", "differs") and o.rule is not Rule.BANNED
-        note = o.note if told or o.note == NOT_IN_TORCH else ""
+    by_key: dict[tuple[Any, ...], tuple[Observed, list[str]]] = {}
+    for o in observations:
+        shows_note = o.verdict in ("agrees", "differs") and o.rule is not Rule.BANNED
+        note = o.note if shows_note or o.note == NOT_IN_TORCH else ""
         key = (o.rule, o.given, o.compute, o.output, o.verdict, note)
-        found.setdefault(key, (o, []))[1].append(o.op)
+        by_key.setdefault(key, (o, []))[1].append(o.op)
     order = list(Rule)
-    yield from sorted(found.values(), key=lambda each: (order.index(each[0].rule), each[0].verdict))
+    yield from sorted(by_key.values(), key=lambda each: (order.index(each[0].rule), each[0].verdict))

@@ -22,8 +22,8 @@ from halfstep.torch_private import NormWithStatistics, hooks_of
 _COMPARED = 3
 
 
-def recomputed(module: nn.Module, key: str) -> bool:
-    """Whether a buffer is found anew from the weight again and again: spectral norm's vectors."""
+def is_recomputed(module: nn.Module, key: str) -> bool:
+    """Whether a buffer is recomputed from the weight again and again: spectral norm's vectors."""
     hooks = (hook for hook in hooks_of(module)[0].values() if isinstance(hook, SpectralNorm))
     return type(module).__name__ == "_SpectralNorm" or any(
         key in (f"{hook.name}_u", f"{hook.name}_v") for hook in hooks
@@ -32,7 +32,7 @@ def recomputed(module: nn.Module, key: str) -> bool:
 
 def follows_weight(module: nn.Module, key: str) -> bool:
     """Whether a level stores a buffer as the weight, since a kernel of torch takes both in one dtype."""
-    return isinstance(module, NormWithStatistics) or recomputed(module, key)
+    return isinstance(module, NormWithStatistics) or is_recomputed(module, key)
 
 
 class LowBuffers:
@@ -46,7 +46,7 @@ class LowBuffers:
         self.originals: dict[Tensor, Tensor] = {}
         self.watched: dict[str, tuple[weakref.ref[nn.Module], str]] = {}
         self._first: dict[str, Tensor] = {}
-        self._looks = 0
+        self._compared = 0
 
     def watch(self, names: Mapping[str, str], modules: Mapping[str, nn.Module]) -> None:
         """From now on look at the buffers that became 16-bit; `names` gives the public name of each path."""
@@ -55,18 +55,18 @@ class LowBuffers:
             for path, module in (modules.items() if self.originals else ())
             for key, buffer in module._buffers.items()
             if buffer is not None and buffer.dtype in LOW_DTYPES and buffer in self.originals
-            if not recomputed(module, key) and not isinstance(module, NormWithStatistics)
+            if not is_recomputed(module, key) and not isinstance(module, NormWithStatistics)
         }
 
-    def look(self) -> None:
+    def warn_if_changed(self) -> None:
         """After a step, one of the first three: warn of buffers that differ from what the first step left."""
-        self._looks += 1
+        self._compared += 1
         watched = ((name, weak(), key) for name, (weak, key) in self.watched.items())
         places = ((name, module._buffers.get(key)) for name, module, key in watched if module is not None)
         now = {n: t.detach() for n, t in places if t is not None and not t.is_inference() and not t.is_meta}
-        if self._looks == 1:
+        if self._compared == 1:
             self._first = {name: t.clone() for name, t in now.items()}
-        if self._looks < _COMPARED:
+        if self._compared < _COMPARED:
             return
         both = {name: (first, now[name]) for name, first in self._first.items() if name in now}
         changed = [n for n, (a, b) in both.items() if a.dtype == b.dtype and not torch.equal(a, b)]

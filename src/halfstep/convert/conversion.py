@@ -23,9 +23,9 @@ from halfstep.convert.hooks import (
     CastInputs,
     CastOutputs,
     CastToWeight,
+    ComputeIn,
     Exact,
-    Inside,
-    Power,
+    HookSwitch,
     WideCopies,
     keeps_fp32,
     own_dtype,
@@ -49,7 +49,7 @@ from halfstep.convert.sharded import (
 from halfstep.errors import ConfigError, PlanError, UnsupportedError
 from halfstep.formats import dtype_name, parse_dtype
 from halfstep.names import fqns, unwrap
-from halfstep.policy.declared import declared_rules
+from halfstep.policy.declared import rules_declared_by
 from halfstep.policy.levels import LOW_DTYPES, Level, level_of
 from halfstep.policy.ops import Rule
 from halfstep.policy.plan import Plan, PlanRule
@@ -58,7 +58,7 @@ from halfstep.trees import compute_device, each_parameter
 
 _CONVERTED: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 #: Each gives a context in which a model is converted, for who wants to see what that does to it.
-around: list[Callable[[nn.Module], AbstractContextManager[None]]] = []
+conversion_listeners: list[Callable[[nn.Module], AbstractContextManager[None]]] = []
 _WRAPPERS = {
     "DistributedDataParallel": "convert the model, then wrap it",
     "DataParallel": "convert the model, then wrap it",
@@ -104,7 +104,7 @@ class Conversion:
         self._model, self.what = weakref.ref(model), what
         self.changes: tuple[Change, ...] = ()
         self.originals: dict[Tensor, Tensor] = {}
-        self._power = Power()
+        self._power = HookSwitch()
         self._handles: list[Any] = []
         self._before: list[tuple[Tensor, torch.dtype]] = []
         self.buffers = LowBuffers()
@@ -261,17 +261,17 @@ def _read(
     plan_or_level: Plan | Level | str, dtype: str | torch.dtype | None, model: nn.Module
 ) -> tuple[Level | None, torch.dtype]:
     level, word = (None, None) if isinstance(plan_or_level, Plan) else level_of(plan_or_level)
-    given = parse_dtype(dtype) if dtype is not None else word
+    compute_dtype = parse_dtype(dtype) if dtype is not None else word
     device = compute_device(each_parameter([model]))
     if level is not None and level.compute_role == "full":
-        return level, level.check_dtype(given)
-    if given is None:
-        given = torch.bfloat16 if device.type == "meta" else devices.default_dtype(device)
+        return level, level.check_dtype(compute_dtype)
+    if compute_dtype is None:
+        compute_dtype = torch.bfloat16 if device.type == "meta" else devices.default_dtype(device)
     if level is not None:
-        level.check_dtype(given)
-    if device.type != "meta" and given != torch.float32:
-        devices.check_dtype(device, given)
-    return level, given
+        level.check_dtype(compute_dtype)
+    if device.type != "meta" and compute_dtype != torch.float32:
+        devices.check_dtype(device, compute_dtype)
+    return level, compute_dtype
 
 
 def _check_first(path: str, module: nn.Module) -> None:
@@ -318,7 +318,7 @@ class Casting:
     low: torch.dtype
     level: Level | None
     keep: bool
-    held: Set[Tensor]  # parameters whose fp32 values are kept even where they are frozen
+    kept_params: Set[Tensor]  # parameters whose fp32 values are kept even where they are frozen
     keep_shards: bool
     stores: bool
     edits: bool
@@ -344,32 +344,32 @@ class Casting:
         level, low = _read(plan_or_level, dtype, inner)
         base = plan_or_level if isinstance(plan_or_level, Plan) else Plan.for_level(cast(Level, level), low)
         if level is not None and level.param_role != "full":
-            base = base.with_rules(*declared_rules(inner, low))
+            base = base.with_rules(*rules_declared_by(inner, low))
         rules = base + (plan or Plan.empty())
         edits = bool(plan) or level is None or level.param_role != "full"
         stores = any(rule.dtype is not None for rule in rules.rules)
         _check_model(inner, stores, edits)
         shown = f"{level.name} in {dtype_name(low)}" if level else f"a plan of {len(rules)} rules"
         keep = keep_originals if isinstance(keep_originals, bool) else level is not None and level.masters
-        held = {*keep_originals} if isinstance(keep_originals, Collection) else set[Tensor]()
+        kept_params = {*keep_originals} if isinstance(keep_originals, Collection) else set[Tensor]()
         record, resolved = Conversion(inner, shown), rules.resolve(inner)
         if level is not None and level.compute_role == "full":
             _check_outputs(resolved)
-        return cls(record, resolved, low, level, keep, held, keep_shards, stores, edits)
+        return cls(record, resolved, low, level, keep, kept_params, keep_shards, stores, edits)
 
     def __post_init__(self) -> None:
         self.model = self.record.model
         self.changes: list[Change] = []
         self.paths = dict(self.model.named_modules())
         self.names = fqns(self.paths)
-        self.wanted = self._wanted()
+        self.wanted = self._find_dtypes()
 
     def run(self) -> Conversion:
         """Change the model; returns the record, which also takes back a part of it."""
         for path, module in self.paths.items() if self.edits else ():
             _check_first(path, module)  # a model inside of another one, converted since
         with ExitStack() as stack:
-            for listen in around:
+            for listen in conversion_listeners:
                 stack.enter_context(listen(self.model))
             self._cast_tensors(self.wanted)
             self.record.buffers.watch(self.names, self.paths)
@@ -389,9 +389,9 @@ class Casting:
     ) -> None:
         self.changes.append(Change(self.names[path], what, before, after, why))
 
-    def _wanted(self) -> dict[int, tuple[Tensor, torch.dtype]]:
+    def _find_dtypes(self) -> dict[int, tuple[Tensor, torch.dtype]]:
         """Return the dtype of every floating tensor that a rule reaches, by id; notes each."""
-        wanted: dict[int, tuple[Tensor, torch.dtype]] = {}
+        targets: dict[int, tuple[Tensor, torch.dtype]] = {}
         first: dict[int, str] = {}
         for path, module in self.paths.items():
             rule = self.resolved.get(path)
@@ -405,7 +405,7 @@ class Casting:
                 if dtype is None:
                     continue
                 name = f"{self.names[path]}.{key}".lstrip(".")
-                before = wanted.setdefault(id(tensor), (tensor, dtype))
+                before = targets.setdefault(id(tensor), (tensor, dtype))
                 if before[1] != dtype:
                     raise PlanError(
                         f"{first[id(tensor)]!r} and {name!r} are one tied tensor, but the plan wants "
@@ -414,14 +414,14 @@ class Casting:
                     )
                 if first.setdefault(id(tensor), name) == name:
                     self._note(path, f"{what} {key}", tensor.dtype, dtype, why)
-        return wanted
+        return targets
 
-    def _cast_tensors(self, wanted: Mapping[int, tuple[Tensor, torch.dtype]]) -> None:
-        check_groups(self.model, wanted, self.low, self.keep_shards)
+    def _cast_tensors(self, targets: Mapping[int, tuple[Tensor, torch.dtype]]) -> None:
+        check_groups(self.model, targets, self.low, self.keep_shards)
         if self.keep_shards:
-            self.record._policies = gather_in(self.model, wanted)
-            wanted = {key: pair for key, pair in wanted.items() if not self.leaves(pair[0])}
-        changing = [(tensor, dtype) for tensor, dtype in wanted.values() if tensor.dtype != dtype]
+            self.record._policies = gather_in(self.model, targets)
+            targets = {key: pair for key, pair in targets.items() if not self.leaves(pair[0])}
+        changing = [(tensor, dtype) for tensor, dtype in targets.values() if tensor.dtype != dtype]
         for tensor, data in cast_together(changing):
             self._cast_one(tensor, data)
         if any(is_shard(tensor) for tensor, _ in changing):
@@ -436,7 +436,7 @@ class Casting:
         replace_data(tensor, data)
         if not isinstance(tensor, nn.Parameter):
             record.buffers.originals[tensor] = original
-        elif self.keep and (tensor.requires_grad or tensor in self.held) and not tensor.is_meta:
+        elif self.keep and (tensor.requires_grad or tensor in self.kept_params) and not tensor.is_meta:
             try:
                 if self.keeper is None or not self.keeper.take(tensor, original):
                     record.originals[tensor] = original
@@ -477,7 +477,7 @@ class Casting:
     ) -> None:
         edge, dtype = rule is not above, {Rule.FULL: _wide_of(rule), Rule.LOW: self.low}.get(computes)
         if edge or any(t.dtype != dtype for _, _, t in own_tensors(module)):
-            self.record._handles += Inside(self.record._power, dtype, edge=edge).attach(module)
+            self.record._handles += ComputeIn(self.record._power, dtype, edge=edge).attach(module)
             self._note(path, f"ops {computes.value}", None, dtype, rule.reason)
         default_in_fp32 = not rule.required and above is not None and above.computes is Rule.FULL
         ends_fp64 = dtype == torch.float64 and (above is None or above.dtype != dtype)
@@ -496,7 +496,7 @@ class Casting:
             level_low = self.level is not None and self.level.param_role == "low"
             stored_low = level_low or rule.dtype == self.low
             outside = Policy(compute_dtype=self.low, table="low") if stored_low else None
-            self.record._handles += Inside(self.record._power, ops=edits, outside=outside).attach(module)
+            self.record._handles += ComputeIn(self.record._power, ops=edits, outside=outside).attach(module)
             self._note(path, "ops " + ", ".join(edits), None, None, rule.reason)
 
     def _storage_edges(
@@ -505,11 +505,11 @@ class Casting:
         """Casts where a module is stored in another dtype than the module above, which only widen."""
         inner = None if rule is None else rule.dtype
         outer = torch.float32 if above is None or above.dtype is None else above.dtype
-        asked = own_dtype(module)
-        if asked is not None and asked != outer:
+        float_dtype = own_dtype(module)
+        if float_dtype is not None and float_dtype != outer:
             if own_dtype(self.paths.get(path.rpartition(".")[0], self.model)) is None:
                 self._cast("outputs", path, module, outer, "to_float above it ends here")
-        elif rule is not None and inner not in (None, outer) and rule is not above and asked is None:
+        elif rule is not None and inner not in (None, outer) and rule is not above and float_dtype is None:
             if keeps_fp32(module, outer):
                 return
             why = f"rule {rule.pattern!r} stores it in {dtype_name(inner)}"

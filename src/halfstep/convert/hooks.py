@@ -38,7 +38,7 @@ from halfstep.torch_private import (
 from halfstep.trees import cast_floats, compute_device, first_device, is_wide_float
 
 
-class Power:
+class HookSwitch:
     """Whether the hooks of one conversion act. A copied model has its own, which stays as it was copied.
 
     `off_in_copies`: a deep copy is an fp32 model, whose hooks never act (`Conversion.widen_copies`).
@@ -48,8 +48,8 @@ class Power:
         self.on = True
         self.off_in_copies = False
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Power:
-        twin = Power()
+    def __deepcopy__(self, memo: dict[int, Any]) -> HookSwitch:
+        twin = HookSwitch()
         twin.on = self.on and not self.off_in_copies
         return twin
 
@@ -57,7 +57,7 @@ class Power:
 class CastInputs:
     """Forward pre-hook (with kwargs): floating inputs to `dtype`."""
 
-    def __init__(self, power: Power, dtype: torch.dtype) -> None:
+    def __init__(self, power: HookSwitch, dtype: torch.dtype) -> None:
         self.power, self.dtype = power, dtype
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
@@ -68,7 +68,7 @@ class CastInputs:
 class CastOutputs:
     """Forward hook: floating outputs to `dtype`; `only_in_regions`: where the ops that follow cast too."""
 
-    def __init__(self, power: Power, dtype: torch.dtype, only_in_regions: bool = False) -> None:
+    def __init__(self, power: HookSwitch, dtype: torch.dtype, only_in_regions: bool = False) -> None:
         self.power, self.dtype, self.only_in_regions = power, dtype, only_in_regions
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
@@ -86,7 +86,7 @@ class CastToWeight:
     In a region the op's rule casts; outside of one this does, so that a model in 16 bits runs there too.
     """
 
-    def __init__(self, power: Power, dtype: torch.dtype) -> None:
+    def __init__(self, power: HookSwitch, dtype: torch.dtype) -> None:
         self.power, self.dtype = power, dtype
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
@@ -113,13 +113,13 @@ FP32_OUT_OPS = (
 """The products whose results are never rounded where a plan says `output="fp32"`."""
 
 
-class Around:
+class ForwardHooks:
     """A pair of hooks around a module's forward, with what is open in between, by thread.
 
     Compiled code breaks at both, and compiles what is between them.
     """
 
-    def __init__(self, power: Power) -> None:
+    def __init__(self, power: HookSwitch) -> None:
         self.power = power
         self._open: dict[int, list[ExitStack]] = {}
 
@@ -133,7 +133,7 @@ class Around:
             module.register_forward_hook(self.leave, always_call=True),
         ]
 
-    def opened(self) -> ExitStack:
+    def open_scopes(self) -> ExitStack:
         """Return what `leave` closes."""
         stack = ExitStack()
         self._open.setdefault(threading.get_ident(), []).append(stack)
@@ -152,7 +152,7 @@ class Around:
             stacks.pop().close()
 
 
-class Inside(Around):
+class ComputeIn(ForwardHooks):
     """The dtype that a module computes in, whatever surrounds it.
 
     `dtype`: inputs, outputs and, for this call, the module's own parameters and buffers are cast to it, and
@@ -162,7 +162,7 @@ class Inside(Around):
 
     def __init__(
         self,
-        power: Power,
+        power: HookSwitch,
         dtype: torch.dtype | None = None,
         ops: Mapping[str, Rule] | None = None,
         edge: bool = True,
@@ -174,12 +174,12 @@ class Inside(Around):
     @never_compiled
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Forward pre-hook."""
-        stack = self.opened()
+        stack = self.open_scopes()
         if not self.power.on:
             return None
         if self.ops:
             device_type = first_device((args, kwargs, *module.parameters(recurse=False)))
-            stack.enter_context(_edited(device_type, self.ops, self.outside))
+            stack.enter_context(_region_with_edits(device_type, self.ops, self.outside))
             return None
         dtype = self.dtype or _dtype_of(args, kwargs)
         if dtype is None:
@@ -197,17 +197,17 @@ class Inside(Around):
         return None if dtype is None or output is None else cast_floats(output, dtype)
 
 
-class InRegion(Around):
+class RunInAutocast(ForwardHooks):
     """Runs a module's forward in an autocast region of the device that the module is on then."""
 
-    def __init__(self, power: Power, policy: Policy) -> None:
+    def __init__(self, power: HookSwitch, policy: Policy) -> None:
         super().__init__(power)
         self.policy = policy
 
     @never_compiled
     def enter(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
         """Forward pre-hook."""
-        stack = self.opened()
+        stack = self.open_scopes()
         if self.power.on:
             stack.enter_context(autocast(compute_device(module.parameters()).type, policy=self.policy))
 
@@ -219,7 +219,9 @@ def _region(device_type: str, dtype: torch.dtype) -> autocast:
     return autocast(device_type, policy=Policy(compute_dtype=dtype, table="low"))
 
 
-def _edited(device_type: str, ops: Mapping[str, Rule], outside: Policy | None) -> AbstractContextManager[Any]:
+def _region_with_edits(
+    device_type: str, ops: Mapping[str, Rule], outside: Policy | None
+) -> AbstractContextManager[Any]:
     policy = active_policy(device_type)
     if policy is None and not torch.is_autocast_enabled(device_type):
         policy = outside
@@ -329,26 +331,26 @@ def to_float(module: nn.Module, dtype: str | torch.dtype | None, *, keep_parts: 
         raise ConfigError(f"to_float takes a torch.nn.Module, not {type(module).__name__}")
     chosen = None if dtype is None else parse_dtype(dtype)
     for each in module.modules():
-        held = hooks_of(each)
-        hooks = ((k, getattr(hook, "__self__", None)) for some in held[:2] for k, hook in some.items())
+        hook_dicts = hooks_of(each)
+        hooks = ((k, getattr(hook, "__self__", None)) for some in hook_dicts[:2] for k, hook in some.items())
         ours = [k for k, owner in hooks if isinstance(owner, _ToFloat)]
-        for registered, key in itertools.product(held, ours):
+        for registered, key in itertools.product(hook_dicts, ours):
             registered.pop(key, None)
         if chosen is not None:
-            made = _ToFloat(Power(), chosen)
-            made.keep_parts = keep_parts
-            made.attach(each)
+            caster = _ToFloat(HookSwitch(), chosen)
+            caster.keep_parts = keep_parts
+            caster.attach(each)
     return module
 
 
-class _ToFloat(Inside):
+class _ToFloat(ComputeIn):
     """What `to_float` hangs on a module."""
 
     keep_parts = False
 
     @never_compiled
     def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """As `Inside`; see `to_float` for `keep_parts`."""
+        """As `ComputeIn`; see `to_float` for `keep_parts`."""
         cast_output = super().leave(module, args, output)
         if not self.keep_parts:
             return cast_output
@@ -383,7 +385,7 @@ class WideCopies:
 
     def __init__(
         self,
-        power: Power | None = None,
+        power: HookSwitch | None = None,
         tensors: Sequence[tuple[Tensor, torch.dtype]] = (),
         exact: Exact | None = None,
     ) -> None:
@@ -405,9 +407,9 @@ class WideCopies:
         exact = {} if self._exact is None else self._exact()
         for tensor, dtype in self._tensors:
             wide = exact[tensor].clone() if tensor in exact else tensor.detach().to(dtype)
-            made = memo.get(id(tensor))
-            if made is not None:
-                made.data = wide
+            twin = memo.get(id(tensor))
+            if twin is not None:
+                twin.data = wide
             elif isinstance(tensor, nn.Parameter):
                 memo[id(tensor)] = nn.Parameter(wide, requires_grad=tensor.requires_grad)
             else:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.convert.hooks import CastInputs, CastOutputs, CastToWeight, Power
+from halfstep.convert.hooks import CastInputs, CastOutputs, CastToWeight, HookSwitch
 from halfstep.convert.sharded import is_shard
 from halfstep.policy.levels import LOW_DTYPES
 from halfstep.torch_private import flat_weights, hooks_of, set_flat_weights, set_local_tensor
@@ -17,10 +17,10 @@ from halfstep.trees import is_wide_float
 
 def own_tensors(module: nn.Module) -> list[tuple[str, str, Tensor]]:
     """Parameters and buffers of fp32 or wider: what each is, its name in the module, the tensor."""
-    found: list[tuple[str, str, Tensor]] = []
+    tensors: list[tuple[str, str, Tensor]] = []
     for what, store in (("parameter", module._parameters), ("buffer", module._buffers)):
-        found += [(what, key, t) for key, t in store.items() if t is not None and is_wide_float(t)]
-    return found
+        tensors += [(what, key, t) for key, t in store.items() if t is not None and is_wide_float(t)]
+    return tensors
 
 
 def cast_together(changing: Iterable[tuple[Tensor, torch.dtype]]) -> Generator[tuple[Tensor, Tensor]]:
@@ -61,13 +61,13 @@ def stand_in(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     wide = tensor.detach().to(dtype)
     if not isinstance(tensor, nn.Parameter):
         return wide
-    made = nn.Parameter(wide, requires_grad=tensor.requires_grad)
-    made._stands_for = tensor  # pyright: ignore[reportAttributeAccessIssue]
-    return made
+    parameter = nn.Parameter(wide, requires_grad=tensor.requires_grad)
+    parameter._stands_for = tensor  # pyright: ignore[reportAttributeAccessIssue]
+    return parameter
 
 
 def refresh_flat(modules: Iterable[nn.Module]) -> None:
-    """Have the recurrent layers among modules take their weights anew."""
+    """Have the recurrent layers among modules reread their weights."""
     for module in modules:
         if (flat := flat_weights(module)) is not None:
             set_flat_weights(module, [getattr(module, name, None) for name in flat[0]])
@@ -94,7 +94,7 @@ def undo_copy(model: nn.Module) -> bool:
     return bool(powers)
 
 
-def powers_of(module: nn.Module) -> list[Power]:
+def powers_of(module: nn.Module) -> list[HookSwitch]:
     """What switches the casts at the edges of a module; one conversion has one, for those inside too."""
-    hooks = (hook for held in hooks_of(module)[:2] for hook in held.values())
+    hooks = (hook for hook_dict in hooks_of(module)[:2] for hook in hook_dict.values())
     return [hook.power for hook in hooks if isinstance(hook, CastInputs | CastOutputs | CastToWeight)]

@@ -29,15 +29,15 @@ def check_layout(layout: str) -> str:
 
 def convolution_weights(models: Iterable[nn.Module]) -> list[nn.Parameter]:
     """Return the weights whose order in memory a layout can change: those of 2-d and 3-d convolutions."""
-    found: dict[int, nn.Parameter] = {}
+    weights: dict[int, nn.Parameter] = {}
     for model in models:
         for module in model.modules():
             weight = getattr(module, "weight", None)
             if not isinstance(module, Convolution) or not isinstance(weight, nn.Parameter):
                 continue
             if not isinstance(weight, nn.UninitializedParameter) and weight.dim() in _FORMATS:
-                found.setdefault(id(weight), weight)
-    return list(found.values())
+                weights.setdefault(id(weight), weight)
+    return list(weights.values())
 
 
 class Relayout:
@@ -56,7 +56,7 @@ class Relayout:
         """Give every weight its former strides; a second call does nothing."""
         for weight, stride in self._before:
             if weight.stride() != stride:
-                _reorder(weight, _strided(weight.data, stride))
+                _reorder(weight, _copy_with_stride(weight.data, stride))
         self._before = []
 
 
@@ -64,8 +64,8 @@ def _reorder(weight: Tensor, data: Tensor) -> None:
     gradient, weight.grad = weight.grad, None
     weight.data = data
     if gradient is not None:
-        weight.grad = _strided(gradient, data.stride())
+        weight.grad = _copy_with_stride(gradient, data.stride())
 
 
-def _strided(t: Tensor, stride: Sequence[int]) -> Tensor:
+def _copy_with_stride(t: Tensor, stride: Sequence[int]) -> Tensor:
     return torch.empty_strided(t.shape, stride, dtype=t.dtype, device=t.device).copy_(t)

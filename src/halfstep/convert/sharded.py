@@ -66,39 +66,39 @@ def check_before(model: nn.Module) -> None:
 
 
 def check_groups(
-    model: nn.Module, wanted: Mapping[int, tuple[Tensor, torch.dtype]], low: torch.dtype, keep_shards: bool
+    model: nn.Module, targets: Mapping[int, tuple[Tensor, torch.dtype]], low: torch.dtype, keep_shards: bool
 ) -> None:
     """Raise ConfigError where a group would hold two dtypes, or its policy contradicts the level.
 
     A policy that gathers in the level's own dtype fits, whatever the weights: it rounds them on the way.
     """
     for group in groups_of(model):
-        dtypes, holders = _dtypes(group, wanted), torch_private.fsdp_policy_holders(group)
-        asked = {holder.mp_policy.param_dtype for holder in holders} - {None}
-        if len(dtypes) > 1 and not (keep_shards and asked == {low}):
+        dtypes, holders = _dtypes(group, targets), torch_private.fsdp_policy_holders(group)
+        policy_dtypes = {holder.mp_policy.param_dtype for holder in holders} - {None}
+        if len(dtypes) > 1 and not (keep_shards and policy_dtypes == {low}):
             names = " and ".join(sorted(dtype_name(d) for d in dtypes))
             raise ConfigError(
                 f"a group of fully_shard would hold {names} weights here (normalisations stay fp32, and so "
                 "does what a plan says), and a group gathers one dtype: shard with "
                 "hs.distributed.shard(model, blocks, plan=plan), which gives them groups of their own"
             )
-        for other in asked - {*dtypes, low}:
+        for other in policy_dtypes - {*dtypes, low}:
             raise ConfigError(
                 f"fully_shard's MixedPrecisionPolicy(param_dtype={dtype_name(other)}) contradicts the level, "
                 f"which computes in {dtype_name(low)}: drop param_dtype, or give it that dtype"
             )
 
 
-def _dtypes(group: Any, wanted: Mapping[int, tuple[Tensor, torch.dtype]]) -> set[torch.dtype]:
+def _dtypes(group: Any, targets: Mapping[int, tuple[Tensor, torch.dtype]]) -> set[torch.dtype]:
     shards = [shard for shard in torch_private.fsdp_shards(group) if shard.requires_grad]
-    return {wanted[id(p)][1] if id(p) in wanted else p.dtype for p in shards}
+    return {targets[id(p)][1] if id(p) in targets else p.dtype for p in shards}
 
 
-def gather_in(model: nn.Module, wanted: Mapping[int, tuple[Tensor, torch.dtype]]) -> list[tuple[Any, Any]]:
+def gather_in(model: nn.Module, targets: Mapping[int, tuple[Tensor, torch.dtype]]) -> list[tuple[Any, Any]]:
     """Make `fully_shard` gather fp32 shards in the wanted dtypes; returns (holder, policy before)."""
     before: list[tuple[Any, Any]] = []
     for group in groups_of(model):
-        dtype = next(iter(_dtypes(group, wanted)), torch.float32)
+        dtype = next(iter(_dtypes(group, targets)), torch.float32)
         for holder in torch_private.fsdp_policy_holders(group) if dtype != torch.float32 else ():
             policy = holder.mp_policy
             if policy.param_dtype is None:

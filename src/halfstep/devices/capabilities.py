@@ -90,7 +90,7 @@ def computes_in(name: str, dtypes: object, slow: object) -> Accelerator:
     """Return the arguments of `declare` as an Accelerator, once checked."""
     if not isinstance(name, str):
         raise ConfigError(f"{name!r:.60} cannot name a device: expected a word such as 'npu'")
-    row = Accelerator(name, _listed("dtypes", dtypes), _listed("slow", slow))
+    row = Accelerator(name, _read_dtypes("dtypes", dtypes), _read_dtypes("slow", slow))
     if not row.dtypes:
         raise ConfigError(f"dtypes={dtypes!r:.60}: {name!r} computes in none; list at least one 16-bit dtype")
     if stray := [dtype_name(d) for d in row.slow if d not in row.dtypes]:
@@ -109,7 +109,7 @@ def declared(name: str) -> Accelerator:
     return _declared.get(name, _NOTHING)
 
 
-def _listed(option: str, dtypes: object) -> tuple[torch.dtype, ...]:
+def _read_dtypes(option: str, dtypes: object) -> tuple[torch.dtype, ...]:
     """Return the dtypes of a list of names; a bare name is no list of them."""
     if not isinstance(dtypes, list | tuple | set | frozenset):
         raise ConfigError(f"{option}={dtypes!r:.60}: expected a list of dtypes, such as ('bf16', 'fp16')")
@@ -124,25 +124,25 @@ def resolve(device: str | torch.device | None = None) -> torch.device:
         UnsupportedError: the type exists and this machine has none.
     """
     if device is None:
-        found = torch.accelerator.current_accelerator(check_available=True)
-        return found if found is not None else torch.device("cpu")
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        return accelerator if accelerator is not None else torch.device("cpu")
     try:
-        wanted = torch.device(device)
+        torch_device = torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise ConfigError(f"unknown device {device!r}; expected one of {', '.join(available())}") from error
-    if wanted.type not in (*available(), "meta"):
+    if torch_device.type not in (*available(), "meta"):
         raise UnsupportedError(
             f"device {str(device)!r} is not usable here (available: {', '.join(available())}); "
             "install a torch build that has it or choose another"
         )
-    return wanted
+    return torch_device
 
 
 def available() -> tuple[str, ...]:
     """Device types that this process can compute on."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    found = () if accelerator is None else (accelerator.type,)
-    return tuple(dict.fromkeys(("cpu", *found, *_declared)))
+    accelerator_types = () if accelerator is None else (accelerator.type,)
+    return tuple(dict.fromkeys(("cpu", *accelerator_types, *_declared)))
 
 
 def capability(device: str | torch.device | None, dtype: str | torch.dtype) -> Capability:
@@ -152,12 +152,12 @@ def capability(device: str | torch.device | None, dtype: str | torch.dtype) -> C
         ConfigError: unknown dtype or device type.
         UnsupportedError: there is no such device here.
     """
-    wanted = parse_dtype(dtype)
-    key = (str(device), wanted)
-    found = _known.get(key)
-    if found is None:
-        found = _known[key] = _find_out(resolve(device), wanted)
-    return found
+    torch_dtype = parse_dtype(dtype)
+    key = (str(device), torch_dtype)
+    support = _known.get(key)
+    if support is None:
+        support = _known[key] = _find_out(resolve(device), torch_dtype)
+    return support
 
 
 def is_slow(device: str | torch.device | None, dtype: str | torch.dtype) -> bool:
@@ -171,14 +171,14 @@ def check_dtype(device: str | torch.device | None, dtype: str | torch.dtype) -> 
     Raises:
         UnsupportedError: the device has no kernels for it; the message names those it has.
     """
-    found = capability(device, dtype)
-    if found.status == "absent":
+    support = capability(device, dtype)
+    if support.status == "absent":
         usable = [n for n in ("bf16", "fp16", "fp32") if capability(device, n).status != "absent"]
         raise UnsupportedError(
-            f"{dtype_name(found.dtype)} does not work on {found.device}: {found.why}; "
+            f"{dtype_name(support.dtype)} does not work on {support.device}: {support.why}; "
             f"use {' or '.join(usable)}, as dtype= or as the compute_dtype of a Policy (bf16 unless given)"
         )
-    return found.dtype
+    return support.dtype
 
 
 def default_dtype(device: str | torch.device | None = None) -> torch.dtype:
@@ -210,7 +210,7 @@ def _find_out(device: torch.device, dtype: torch.dtype) -> Capability:
         return Capability(name, dtype, status, "declared by its vendor")
     if device.type == "meta":
         return Capability(name, dtype, "native", "meta tensors compute nothing")
-    ratio, problem = _measured(device, dtype)
+    ratio, problem = _measure_cached(device, dtype)
     if ratio is None:
         return Capability(name, dtype, "absent", problem)
     status = "native" if ratio <= SLOW_RATIO or dtype in _WIDE else "slow"
@@ -226,13 +226,13 @@ def _reason(device: torch.device, dtype: torch.dtype, ratio: float, status: Stat
         return "faster than fp32" if ratio < 1 else "has its own kernels, no faster than fp32"
     if device.type != "cpu":
         return "no fast kernels in this hardware"
-    known = _X86_FEATURES[dtype] if platform.machine() in ("x86_64", "AMD64") else ()
-    have = ", ".join(feature for feature in known if _cpu_facts().get(feature) is True)
+    features = _X86_FEATURES[dtype] if platform.machine() in ("x86_64", "AMD64") else ()
+    have = ", ".join(feature for feature in features if _cpu_facts().get(feature) is True)
     limits = ", ".join(f"{v}={os.environ[v]}" for v in _ISA_LIMITS if os.environ.get(v))
     if status == "native":
         return f"this CPU has {have}" if have else "faster than fp32"
-    if known and not have:
-        return f"this CPU has none of {', '.join(known)}"
+    if features and not have:
+        return f"this CPU has none of {', '.join(features)}"
     if limits:
         return f"{limits} hides this CPU's {have}"
     return "torch has no fast kernel for it on this CPU"
@@ -293,7 +293,7 @@ def _measure(device: torch.device, dtype: torch.dtype) -> tuple[float | None, st
             return None, str(error).strip().splitlines()[0]
 
 
-def _measured(device: torch.device, dtype: torch.dtype) -> tuple[float | None, str]:
+def _measure_cached(device: torch.device, dtype: torch.dtype) -> tuple[float | None, str]:
     if dtype == torch.float32:
         return 1.0, ""
     name = dtype_name(dtype)
@@ -340,8 +340,8 @@ def cache_file(device: str | torch.device | None) -> Path:
 
 def _sound(row: Mapping[str, Any]) -> bool:
     ratio = row.get("ratio")
-    known = ratio is None or (isinstance(ratio, float) and 0 < ratio < 1e6)
-    return set(row) == {"ratio", "problem"} and known
+    ratio_is_valid = ratio is None or (isinstance(ratio, float) and 0 < ratio < 1e6)
+    return set(row) == {"ratio", "problem"} and ratio_is_valid
 
 
 def read_rows(file: Path, sound: Callable[[dict[str, Any]], bool]) -> dict[str, dict[str, Any]]:

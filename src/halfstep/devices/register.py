@@ -58,14 +58,16 @@ def register(
         ConfigError: a name that cannot be used, unknown dtypes, a kernel that is no function, no policy, or
             another device already took PrivateUse1.
     """
-    taken = torch.device("privateuseone").type
+    private_type = torch.device("privateuseone").type
     if not re.fullmatch("[a-z_]+", str(name)) or name != str(name) or name in _TORCH_DEVICES:
         raise ConfigError(f"{name!r:.60} cannot name a device: expected lower-case letters, new to torch")
-    if taken not in (name, "privateuseone"):
-        raise ConfigError(f"a process has one PrivateUse1 device, {taken!r}; register {name!r} elsewhere")
-    brought = finite_check, update_scale, None if isinstance(collective, str) else collective
-    if wrong := [f"{given!r:.60}" for given in brought if not (given is None or callable(given))]:
-        raise ConfigError(f"{wrong[0]} is no function: finite_check, update_scale and collective must be")
+    if private_type not in (name, "privateuseone"):
+        raise ConfigError(
+            f"a process has one PrivateUse1 device, {private_type!r}; register {name!r} elsewhere"
+        )
+    functions = finite_check, update_scale, None if isinstance(collective, str) else collective
+    if strays := [f"{f!r:.60}" for f in functions if not (f is None or callable(f))]:
+        raise ConfigError(f"{strays[0]} is no function: finite_check, update_scale and collective must be")
     row = replace(
         computes_in(name, dtypes, slow),
         finite_check=finite_check,
@@ -73,7 +75,7 @@ def register(
         collective=collective,
         policy=policy,
     )
-    if taken != name:
+    if private_type != name:
         backend_registration.rename_privateuse1_backend(name)
     for follower in _followers:
         follower(row)

@@ -86,12 +86,12 @@ def ordered_hook(group: Group | None = None) -> Hook:
 
     def average(state: object, bucket: Any) -> Any:
         buffer: Tensor = bucket.buffer()
-        return _finished(buffer.copy_(_ordered_mean(buffer, group)))
+        return _as_future(buffer.copy_(_mean_in_rank_order(buffer, group)))
 
     return _for_ddp(average, "average_in_order")
 
 
-def _ordered_mean(buffer: Tensor, group: Group | None) -> Tensor:
+def _mean_in_rank_order(buffer: Tensor, group: Group | None) -> Tensor:
     ranks = world_size(group)
     if ranks == 1:
         return buffer
@@ -136,10 +136,10 @@ class OrderedReduceScatter:
         parts = torch.empty_like(input_tensor)
         dist.all_to_all_single(parts, input_tensor / ranks, group=group)
         output_tensor.copy_(_sum_in_order(parts, ranks))
-        return _finished(output_tensor) if async_op else None
+        return _as_future(output_tensor) if async_op else None
 
 
-def _finished(value: Tensor) -> Any:
+def _as_future(value: Tensor) -> Any:
     """Return a future of what has been computed, or will be on a device that runs apart from the host."""
     done: Any = torch.futures.Future(devices=[] if value.device.type == "cpu" else [value.device])
     done.set_result(value)

@@ -26,8 +26,8 @@ def join(ddp: nn.Module, session: Any, **options: Any) -> Generator[None]:
     torch's `ddp.join()` answers DDP's collectives for ranks that have run out, and knows nothing of the
     session's own (whether any rank found inf); here those are answered too, and the loss scale follows, so
     that scale and counts are the same on all ranks afterwards. Weights and fp32 masters are then
-    those of the last rank with a batch; states of optimizers on ranks that ran out stay behind, so build them
-    anew or end the run here.
+    those of the last rank with a batch; states of optimizers on ranks that ran out stay behind, so rebuild
+    them or end the run here.
     `options` go to `torch.distributed.algorithms.Join` (`throw_on_early_termination`,
     `divide_by_initial_world_size`). One optimizer and no gradient accumulation within.
     """

@@ -107,8 +107,9 @@ def gather_on_first(value: Any, group: Group | None = None) -> list[Any]:
 def _yield_to_backend_thread() -> None:
     """Give gloo's thread the interpreter, which it needs to free the tensors of a finished collective.
 
-    A script that ends within the five milliseconds it would wait otherwise (after `amp.save`, say, and though
-    it destroys its process group, which a wrapped model keeps) is aborted by it: pytorch/pytorch#179291.
+    A script that ends within the five milliseconds it would wait otherwise (after `amp.save` for example, and
+    though it destroys its process group, which a wrapped model keeps) is aborted by it:
+    pytorch/pytorch#179291.
     """
     time.sleep(0)
 
@@ -130,15 +131,15 @@ def shard_groups(t: Tensor) -> tuple[Group, ...]:
 
 def groups_of_shards(tensors: Sequence[Tensor]) -> list[tuple[Group, ...]]:
     """Return `shard_groups` of each tensor, asking a mesh once for all that are placed alike."""
-    found: dict[tuple[Any, ...], tuple[Group, ...]] = {(): ()}
+    groups: dict[tuple[Any, ...], tuple[Group, ...]] = {(): ()}
     keys: list[tuple[Any, ...]] = []
     for t in tensors:
-        own: Any = t
-        placed = type(t) not in _PLAIN and hasattr(own, "placements")
-        keys.append((id(own.device_mesh), own.placements) if placed else ())
-        if keys[-1] not in found:
-            found[keys[-1]] = shard_groups(t)
-    return [found[key] for key in keys]
+        tensor: Any = t
+        placed = type(t) not in _PLAIN and hasattr(tensor, "placements")
+        keys.append((id(tensor.device_mesh), tensor.placements) if placed else ())
+        if keys[-1] not in groups:
+            groups[keys[-1]] = shard_groups(t)
+    return [groups[key] for key in keys]
 
 
 _PLAIN = {Tensor, torch.nn.Parameter}

@@ -24,7 +24,7 @@ class SameGradients:
     """Asks the ranks of a mesh, where one has no gradients, whether the others have none of the same."""
 
     def __init__(self) -> None:
-        self._looks = 0
+        self._comparisons = 0
 
     def check(self, weights: Sequence[Tensor], name_of: Callable[[Tensor], str]) -> None:
         """Look at what `weights` have for gradients; every rank must call it with the same.
@@ -40,10 +40,10 @@ class SameGradients:
         for p in weights:
             if p.requires_grad and (mesh := getattr(p, "device_mesh", None)) is not None:
                 meshes.setdefault(mesh, []).append(p)
-        for mesh, own in meshes.items():
-            self._looks += 1
-            if own[0].device.type == "cpu" or self._looks <= _LOOKS_ON_ACCELERATORS:
-                _compare(own, mesh, name_of)
+        for mesh, mesh_weights in meshes.items():
+            self._comparisons += 1
+            if mesh_weights[0].device.type == "cpu" or self._comparisons <= _LOOKS_ON_ACCELERATORS:
+                _compare(mesh_weights, mesh, name_of)
 
 
 def _compare(weights: Sequence[Tensor], mesh: Any, name_of: Callable[[Tensor], str]) -> None:
@@ -60,7 +60,7 @@ def _compare(weights: Sequence[Tensor], mesh: Any, name_of: Callable[[Tensor], s
         if 0 < count < mesh.size():
             everyone = [has]
             for group in groups:
-                everyone = [one for part in gather(everyone, group) for one in part]
+                everyone = [flags for part in gather(everyone, group) for flags in part]
             ranks = [number for number, theirs in enumerate(everyone) if theirs[place]]
             raise ConfigError(
                 f"{name_of(weights[place])} has a gradient on ranks {ranks} of {mesh.size()}, none on "

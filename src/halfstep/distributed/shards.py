@@ -74,20 +74,21 @@ def shard(
             f"ordered=True over a mesh of {mesh.ndim} dimensions: replicas of shards add their sums once "
             "more, which no single process does; leave it out, or give a mesh of one dimension"
         )
-    given = options if mesh is None else {**options, "mesh": mesh}
+    fsdp_options = options if mesh is None else {**options, "mesh": mesh}
     norms = [m for m in model.modules() if is_normalisation(m) and any(True for _ in m.parameters())]
     if norms and model not in norms:
-        own = {"reshard_after_forward": False}  # gathered throughout, and in the dtype that they have
+        # Gathered throughout, and in the dtype that they have.
+        norm_options = {"reshard_after_forward": False}
         if (policy := options.get("mp_policy")) is not None:
-            own["mp_policy"] = replace(policy, param_dtype=None)
-        fully_shard(norms, **{**given, **own})
-    for module in _stored_by(plan, model):
+            norm_options["mp_policy"] = replace(policy, param_dtype=None)
+        fully_shard(norms, **{**fsdp_options, **norm_options})
+    for module in _modules_kept_by(plan, model):
         if module not in norms and module not in chosen and module is not model:
-            fully_shard(module, **given)
+            fully_shard(module, **fsdp_options)
     for block in chosen:
-        if block not in norms and block is not model and _holds_more(block, norms):
-            fully_shard(block, **given)
-    fully_shard(model, **given)
+        if block not in norms and block is not model and _has_more(block, norms):
+            fully_shard(block, **fsdp_options)
+    fully_shard(model, **fsdp_options)
     if ordered:
         _ORDERED.add(model)
     for module in model.modules() if ordered else ():
@@ -98,7 +99,7 @@ def shard(
     return model
 
 
-def _stored_by(plan: Any, model: nn.Module) -> list[nn.Module]:
+def _modules_kept_by(plan: Any, model: nn.Module) -> list[nn.Module]:
     """The modules whose weights a plan may keep out of the level's dtype, the outermost of each rule."""
     if plan is None:
         return []
@@ -108,7 +109,7 @@ def _stored_by(plan: Any, model: nn.Module) -> list[nn.Module]:
     return [modules[path] for path in outermost if any(True for _ in modules[path].parameters())]
 
 
-def _holds_more(block: nn.Module, norms: Sequence[nn.Module]) -> bool:
+def _has_more(block: nn.Module, norms: Sequence[nn.Module]) -> bool:
     """Whether something besides normalisations in the block has parameters of its own."""
     return any(m not in norms and any(True for _ in m.parameters(recurse=False)) for m in block.modules())
 
@@ -136,12 +137,12 @@ def ddp_around(parameters: Iterable[Tensor]) -> list[Any]:
     if not torch.distributed.is_available():
         return []
     mine = {id(p) for p in parameters}
-    found = _living(nn.parallel.DistributedDataParallel)
-    return [ddp for ddp in found if any(id(p) in mine for p in ddp.module.parameters())]
+    wrappers = _living(nn.parallel.DistributedDataParallel)
+    return [ddp for ddp in wrappers if any(id(p) in mine for p in ddp.module.parameters())]
 
 
 def _living(kind: Any) -> list[Any]:
-    return [one for one in gc.get_referrers(kind) if type(one) is kind]
+    return [referrer for referrer in gc.get_referrers(kind) if type(referrer) is kind]
 
 
 class RankLocal(NamedTuple):
@@ -166,13 +167,13 @@ def find_rank_local(parameters: Iterable[Tensor], optimizer: Any = None) -> Rank
     fsdp = cast(Any, sys.modules.get("torch.distributed.fsdp"))
     for wrap in _living(fsdp.FullyShardedDataParallel) if fsdp is not None else ():
         cut = wrap.sharding_strategy.name != "NO_SHARD"
-        held = (mine[id(p)] for p in wrap.parameters() if id(p) in mine)
-        if cut and world_size(wrap.process_group) > 1 and (p := next(held, None)) is not None:
+        params = (mine[id(p)] for p in wrap.parameters() if id(p) in mine)
+        if cut and world_size(wrap.process_group) > 1 and (p := next(params, None)) is not None:
             return RankLocal(p, "is cut up by torch's FullyShardedDataParallel", wrap.process_group)
     zero = cast(Any, sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer"))
-    for one in _living(zero.ZeroRedundancyOptimizer) if zero is not None else ():
-        held = (p for group in one.param_groups for p in group["params"] if id(p) in mine)
-        if one is not optimizer and one.world_size > 1 and (p := next(held, None)) is not None:
+    for wrapper in _living(zero.ZeroRedundancyOptimizer) if zero is not None else ():
+        params = (p for group in wrapper.param_groups for p in group["params"] if id(p) in mine)
+        if wrapper is not optimizer and wrapper.world_size > 1 and (p := next(params, None)) is not None:
             return RankLocal(p, "is updated on one rank alone, by torch's ZeroRedundancyOptimizer", None)
     for ddp in ddp_around(mine.values()):
         ignored = {id(p) for p in ddp_ignored(ddp) if p.requires_grad} & mine.keys()

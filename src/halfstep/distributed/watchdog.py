@@ -36,7 +36,7 @@ _PATIENCE = 5.0
 
 @contextmanager
 def watchdog(step: Callable[[], int], seconds: float | None = None) -> Generator[None]:
-    """Within, a collective that another rank spoils raises RankError: which rank, at which step, why.
+    """Within, a collective that another rank breaks raises RankError: which rank, at which step, why.
 
     Every rank enters it, in the same order. With one rank nothing happens. A rank's own errors pass as they
     are, and the others are informed.
@@ -79,47 +79,49 @@ class _Board:
         if seconds is not None:
             set_timeout(timedelta(seconds=seconds), dist.group.WORLD)
 
-    def write(self, told: dict[str, Any]) -> None:
-        """Say what happened to this rank; where the store is gone nobody can be told."""
+    def write(self, event: dict[str, Any]) -> None:
+        """Say what happened to this rank; without a store it is lost."""
         with suppress(Exception):
-            self._store.set(str(rank()), json.dumps(told))
+            self._store.set(str(rank()), json.dumps(event))
             self._store.add(_COUNT, 1)
 
     def verdict(self, step: int, late: bool) -> str:
-        """Who spoiled the collective of this step, as a sentence."""
+        """Which rank broke the collective of this step, as a sentence."""
         others = [number for number in range(world_size()) if number != rank()]
-        told = self._read(others)
-        failed = [n for n in others if "error" in told.get(n, {})]
-        done = [n for n in others if "done" in told.get(n, {})]
-        silent = [n for n in others if n not in told]
+        events = self._read(others)
+        failed = [n for n in others if "error" in events.get(n, {})]
+        done = [n for n in others if "done" in events.get(n, {})]
+        silent = [n for n in others if n not in events]
         if failed:
-            said = "; ".join(f"rank {n} failed at step {told[n]['step']}: {told[n]['error']}" for n in failed)
+            cause = "; ".join(
+                f"rank {n} failed at step {events[n]['step']}: {events[n]['error']}" for n in failed
+            )
         elif done:
-            steps = ", ".join(str(told[n]["step"]) for n in done)
-            said = f"{_ranks(done)} had ended (at step {steps}) and was not waited for: out of batches?"
+            steps = ", ".join(str(events[n]["step"]) for n in done)
+            cause = f"{_ranks(done)} had ended (at step {steps}) and was not waited for: out of batches?"
         elif silent:
             why = "it hangs" if late else "it was killed, or its machine is gone"
             waited = f" within {self._seconds:g} s" if late and self._seconds is not None else ""
-            said = f"{_ranks(silent)} did not answer{waited}: {why}"
+            cause = f"{_ranks(silent)} did not answer{waited}: {why}"
         else:
-            said = f"{_ranks(others)} gave up waiting for this rank (at step {told[others[0]]['step']})"
+            cause = f"{_ranks(others)} gave up waiting for this rank (at step {events[others[0]]['step']})"
         return (
-            f"rank {rank()} at step {step}: {said}. All ranks must be started again; resume from the last "
+            f"rank {rank()} at step {step}: {cause}. All ranks must be started again; resume from the last "
             "checkpoint"
         )
 
     def _read(self, others: list[int]) -> dict[int, dict[str, Any]]:
-        told: dict[int, dict[str, Any]] = {}
-        until, known = time.monotonic() + _PATIENCE, 0
+        events: dict[int, dict[str, Any]] = {}
+        until, last_count = time.monotonic() + _PATIENCE, 0
         with suppress(Exception):  # the store went with the rank that kept it
-            while len(told) < len(others) and time.monotonic() < until:
+            while len(events) < len(others) and time.monotonic() < until:
                 count = self._store.add(_COUNT, 0)  # one question, and not one for each rank
-                for number in others if count > known else ():
-                    if number not in told and self._store.check([str(number)]):
-                        told[number] = json.loads(self._store.get(str(number)))
-                known = count
+                for number in others if count > last_count else ():
+                    if number not in events and self._store.check([str(number)]):
+                        events[number] = json.loads(self._store.get(str(number)))
+                last_count = count
                 time.sleep(0.05)
-        return told
+        return events
 
 
 def _is_broken(error: Exception) -> bool:
@@ -130,8 +132,8 @@ def _is_broken(error: Exception) -> bool:
 
 
 def _in_one_line(error: Exception) -> str:
-    said = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {said[0][:300]}" if said else type(error).__name__
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
 
 
 def _ranks(numbers: list[int]) -> str:

@@ -91,18 +91,18 @@ class Document:
         """Say why the examination ended where it did, if the script may go on."""
         if self.ended_by == INTERRUPT:
             return ", then it was interrupted"
-        asked = ", as many as were asked for; --steps 0 follows the script to its end"
-        return asked if self.ended_by == STEPS else ""
+        text = ", as many as were asked for; --steps 0 follows the script to its end"
+        return text if self.ended_by == STEPS else ""
 
     @property
     def verdict(self) -> list[str]:
         """Return what a person reads first: a few lines, the gravest first."""
         lines = [self.headline, *([self.error] if self.error and self.faults else [])]
-        told: list[Fault] = []
+        distinct_faults: list[Fault] = []
         for fault in self.bad:
-            if not any(fault.same_as(other) for other in told):
-                told.append(fault)
-                lines.append(_told(fault))
+            if not any(fault.same_as(other) for other in distinct_faults):
+                distinct_faults.append(fault)
+                lines.append(_describe(fault))
         if not all(math.isfinite(x) for x in self.losses) and not self.bad:
             lines.append("the loss is not finite")
         lines += self.summary
@@ -122,7 +122,7 @@ class Document:
         }
 
 
-def _told(fault: Fault) -> str:
+def _describe(fault: Fault) -> str:
     number = f"step {fault.step + 1}" + ("" if fault.rank is None else f", rank {fault.rank}")
     if fault.harmless:
         place = within(fault.module, fault.module_class)
@@ -131,28 +131,28 @@ def _told(fault: Fault) -> str:
     return f"{second}{number}: {fault.summary()}"
 
 
-def add_watched(document: Document, seen: Watch, skips: Sequence[int]) -> None:
+def add_watched(document: Document, watch: Watch, skips: Sequence[int]) -> None:
     """Add what a watch recorded to the document; `skips`: the steps that were skipped."""
-    seen.collect()
-    activations = (s for s in seen.series.values() if s.kind == "activation")
-    found = {FORMATS[sample.dtype] for s in activations for sample in s.samples}
+    watch.collect()
+    activations = (s for s in watch.series.values() if s.kind == "activation")
+    formats = {FORMATS[sample.dtype] for s in activations for sample in s.samples}
     # Where no session decides, the format with the least range among the activations.
-    document.format = (seen.format or min(found, key=lambda f: f.max, default=FORMATS["fp32"])).name
+    document.format = (watch.format or min(formats, key=lambda f: f.max, default=FORMATS["fp32"])).name
     document.series = [
         {
             "kind": s.kind,
             "path": s.path,
-            "class": seen.class_of(s.path),
+            "class": watch.class_of(s.path),
             "steps": s.steps,
             "amax": s.amax,
             "samples": [dict(sample.__dict__) for sample in s.samples],
         }
-        for s in seen.series.values()
+        for s in watch.series.values()
     ]
-    document.history = [dict(n.__dict__) for n in seen.notes]
-    document.forecasts = [str(f) for f in seen.forecasts()]
-    document.lost = [dict(n.__dict__) for n in seen.lost]
-    document.summary = [*skips_in_words(skips, document.steps), *seen.outlook()]
+    document.history = [dict(n.__dict__) for n in watch.notes]
+    document.forecasts = [str(f) for f in watch.forecasts()]
+    document.lost = [dict(n.__dict__) for n in watch.lost]
+    document.summary = [*skips_in_words(skips, document.steps), *watch.outlook()]
 
 
 def keep_latest(document: Document, until: int | None = None) -> None:

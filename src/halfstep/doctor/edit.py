@@ -2,8 +2,8 @@
 
 The edits do in the text what `numerics.cures.put_in_place` does from outside. A text does not say which
 operands of an op are tensors, nor always which call runs a module, so there may be several ways to write a
-cure: `written` gives each, `mended` runs the script with each until its fault is gone, and `planned` makes
-plan rules in the same way.
+cure: `write_cure` gives each, `mend_script` runs the script with each until its fault is gone, and
+`write_plan` makes rules of a plan in the same way.
 """
 
 from __future__ import annotations
@@ -109,37 +109,39 @@ class Script:
 
     def statement(self, line: int) -> ast.stmt | None:
         """Return the innermost statement on a line."""
-        found = [n for n in ast.walk(self.tree) if isinstance(n, ast.stmt) and _on(n, line)]
-        return min(found, key=lambda n: (n.end_lineno or 0) - n.lineno, default=None)
+        statements = [n for n in ast.walk(self.tree) if isinstance(n, ast.stmt) and _on(n, line)]
+        return min(statements, key=lambda n: (n.end_lineno or 0) - n.lineno, default=None)
 
 
-def written(text: str, spec: Spec, fault: Fault, code: str = "") -> Iterator[str]:
+def write_cure(text: str, spec: Spec, fault: Fault, code: str = "") -> Iterator[str]:
     """Yield the script with a dose of the cure, once for each way in which it may be written.
 
     `code`: what the cure says to write, in the words of the script.
     """
     kind, *rest = spec
     if kind == "both":
-        one, other = sorted(rest, key=lambda s: -s[3])  # the lower line first: lines above keep their numbers
-        ways = (new for half in written(text, one, fault) for new in written(half, other, fault, code))
+        lower, upper = sorted(rest, key=lambda s: -s[3])  # the lower line first: line numbers above it stay
+        ways = (
+            new for half in write_cure(text, lower, fault) for new in write_cure(half, upper, fault, code)
+        )
     elif kind in _ANYWHERE:
-        ways = (_edited(text, change, code, *rest) for change in _ANYWHERE[kind])
+        ways = (_edit(text, change, code, *rest) for change in _ANYWHERE[kind])
     else:
         ways = _of_an_op(text, spec, fault, code)
-    told = {text}
+    versions = {text}
     for new in ways:
         try:
             ast.parse(new)
         except SyntaxError:
             continue
-        if new not in told:
-            told.add(new)
+        if new not in versions:
+            versions.add(new)
             yield new
 
 
-def _edited(text: str, change: Callable[..., None], *given: Any) -> str:
+def _edit(text: str, change: Callable[..., None], *arguments: Any) -> str:
     script = Script(text)
-    change(script, *given)
+    change(script, *arguments)
     return script.text()
 
 
@@ -153,17 +155,17 @@ def _on(node: Any, line: int) -> bool:
 def _of_an_op(text: str, spec: Spec, fault: Fault, code: str) -> Iterator[str]:
     kind, op, _, line, *amount = spec
     if kind == "full":
-        yield _edited(text, _by_policy, op)
+        yield _edit(text, _by_policy, op)
     if kind == "epsilon":
-        yield _edited(text, _with_epsilon, line, amount[0])
+        yield _edit(text, _with_epsilon, line, amount[0])
         return
     if kind == "logsumexp":
         for keep in ("", ", keepdim=True"):
-            yield _edited(text, _with_logsumexp, keep, line, *amount)
+            yield _edit(text, _with_logsumexp, keep, line, *amount)
         return
-    text = _edited(text, _unfold, line)
-    changes = {"scale": _scaled, "clamp": _clamped, "shift": _shifted}
-    change: Callable[..., None] = changes.get(kind, _widened)
+    text = _edit(text, _unfold, line)
+    changes = {"scale": _scale, "clamp": _clamp, "shift": _shift}
+    change: Callable[..., None] = changes.get(kind, _widen)
     script = Script(text)
     sites = _sites(script, op, line, fault.module)
     whose = (slice(1), slice(None), slice(1, None))  # the least that may be it first
@@ -201,7 +203,7 @@ def _sites(script: Script, op: str, line: int, module: str) -> list[list[_Site]]
             elif node.args:
                 modules.append((node, [*node.args]))
     modules.sort(key=lambda site: called(site[0]) != module.rpartition(".")[2])
-    single = [[one] for one in named or modules]
+    single = [[site] for site in named or modules]
     return [*single, named] if len(named) > 1 else single
 
 
@@ -225,24 +227,24 @@ def _then(script: Script, operand: ast.expr, after: str, before: str = "") -> No
     script.around(operand, before + "(" * (not plain), ")" * (not plain) + after)
 
 
-def _widened(script: Script, node: Any, operands: list[ast.expr], amount: Any, code: str) -> None:
+def _widen(script: Script, node: Any, operands: list[ast.expr], amount: Any, code: str) -> None:
     for operand in operands:
         _then(script, operand, ".float()")
 
 
-def _scaled(script: Script, node: Any, operands: list[ast.expr], amount: list[float], code: str) -> None:
+def _scale(script: Script, node: Any, operands: list[ast.expr], amount: list[float], code: str) -> None:
     bits, has_bias = amount
     for operand in operands[:1]:
         _then(script, operand, f" * 2.0**-{bits:g})", "(")
     if not has_bias:
         script.around(node, "((", f").float() * 2.0**{bits:g})")
         return
-    given = next((k.value for k in node.keywords if k.arg == "bias"), None) or [*node.args, None, None][2]
-    bias = f"{script.of(node.func)}.bias" if given is None else script.of(given)
+    bias_node = next((k.value for k in node.keywords if k.arg == "bias"), None) or [*node.args, None, None][2]
+    bias = f"{script.of(node.func)}.bias" if bias_node is None else script.of(bias_node)
     script.around(node, "((", f".float() - {bias}) * 2.0**{bits:g} + {bias})")
 
 
-def _shifted(script: Script, node: Any, operands: list[ast.expr], amount: list[int], code: str) -> None:
+def _shift(script: Script, node: Any, operands: list[ast.expr], amount: list[int], code: str) -> None:
     dim = f"{over(amount)}, " if amount else ""
     for operand in operands[:1]:
         x = script.of(operand) if isinstance(operand, _ATOMS) else f"({script.of(operand)})"
@@ -258,7 +260,7 @@ def _with_logsumexp(script: Script, keep: str, line: int, last: int, *dims: int)
             script.swap(log, f"torch.logsumexp({script.of(x)}, {over(dims)}{keep})")
 
 
-def _clamped(script: Script, node: Any, operands: list[ast.expr], amount: list[float], code: str) -> None:
+def _clamp(script: Script, node: Any, operands: list[ast.expr], amount: list[float], code: str) -> None:
     divides = isinstance(node, ast.BinOp) or called(node).rstrip("_") in ("div", "divide", "true_divide")
     for operand in operands[-1:] if divides else operands[:1]:
         if divides and amount[1:]:  # it may have either sign
@@ -282,17 +284,17 @@ def _with_epsilon(script: Script, line: int, value: float) -> None:
 def _by_policy(script: Script, op: str) -> None:
     """Add a rule for the op where the session or the trainer is made."""
     for call in script.calls("prepare", "Trainer"):
-        given = next((k.value for k in call.keywords if k.arg == "policy"), None)
-        if given is None:
+        policy_node = next((k.value for k in call.keywords if k.arg == "policy"), None)
+        if policy_node is None:
             _set_keyword(script, call, "policy", f'"full={op}"')
         else:
-            script.around(given, "hs.Policy.parse(", f').with_rules(full=["{op}"])')
+            script.around(policy_node, "hs.Policy.parse(", f').with_rules(full=["{op}"])')
 
 
 def _set_keyword(script: Script, call: ast.Call, name: str, value: str) -> None:
-    given = next((k.value for k in call.keywords if k.arg == name), None)
-    if given is not None:
-        script.swap(given, value)
+    value_node = next((k.value for k in call.keywords if k.arg == name), None)
+    if value_node is not None:
+        script.swap(value_node, value)
     elif call.args or call.keywords:
         last = max([*call.args, *call.keywords], key=lambda node: script.span(node)[1])
         script.around(last, "", f", {name}={value}")
@@ -310,11 +312,11 @@ def with_plan(text: str, path: str) -> str:
 def _keywords(script: Script, code: str, *_: Any) -> None:
     """Set the keywords of a call in `code`, such as `hs.prepare(..., dtype="bf16")`, in all such calls."""
     try:
-        asked: Any = ast.parse(code, mode="eval").body
+        template: Any = ast.parse(code, mode="eval").body
     except SyntaxError:
         return
-    for call in script.calls(called(asked)) if isinstance(asked, ast.Call) else ():
-        for keyword in asked.keywords:
+    for call in script.calls(called(template)) if isinstance(template, ast.Call) else ():
+        for keyword in template.keywords:
             _set_keyword(script, call, str(keyword.arg), ast.unparse(keyword.value).replace("'", '"'))
 
 
@@ -338,23 +340,23 @@ def _with_masters(script: Script, code: str) -> None:
         _keywords(script, code)
         return
     dtype = "bf16" if "bfloat16" in ast.dump(script.tree) else "fp16"
-    for made in ast.walk(script.tree):
-        if not isinstance(made, ast.Assign) or not isinstance(made.value, ast.Call):
+    for node in ast.walk(script.tree):
+        if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Call):
             continue
-        given = script.of(made.value.args[0]) if made.value.args else ""
-        model = re.match(r"(\w+(?:\.\w+)*)\.parameters\(\)", given)
-        if model and isinstance(made.targets[0], ast.Name):
-            names = f"{model[1]}, {made.targets[0].id}"
+        argument = script.of(node.value.args[0]) if node.value.args else ""
+        model = re.match(r"(\w+(?:\.\w+)*)\.parameters\(\)", argument)
+        if model and isinstance(node.targets[0], ast.Name):
+            names = f"{model[1]}, {node.targets[0].id}"
             call = f'hs.prepare({names}, level="O2", dtype="{dtype}", loss_scale="none")'
-            margin = script.newline + " " * made.col_offset
-            script.around(made, "", f"{margin}import halfstep as hs{margin}{call}")
+            margin = script.newline + " " * node.col_offset
+            script.around(node, "", f"{margin}import halfstep as hs{margin}{call}")
 
 
-def _divided(script: Script, code: str, bits: int) -> None:
+def _divide_losses(script: Script, code: str, bits: int) -> None:
     """Divide each loss where backward or a loss scale takes it."""
     scaled = [c for c in script.calls("scale", "scale_loss") if isinstance(c.func, ast.Attribute) and c.args]
-    given = scaled or [c for c in script.calls("backward") if c.args]
-    losses = [c.args[0] for c in given] or [
+    calls = scaled or [c for c in script.calls("backward") if c.args]
+    losses = [c.args[0] for c in calls] or [
         c.func.value for c in script.calls("backward") if isinstance(c.func, ast.Attribute)
     ]
     for loss in losses:
@@ -363,15 +365,15 @@ def _divided(script: Script, code: str, bits: int) -> None:
 
 def _with_scale(script: Script, code: str, bits: int) -> None:
     """Change the loss scale where the script has its number."""
-    found = [
+    scales = [
         keyword.value
         for call in ast.walk(script.tree)
         if isinstance(call, ast.Call)
         for keyword in call.keywords
         if keyword.arg in _SCALES
     ]
-    found += [call.args[0] for call in script.calls(*_SCALE_CLASSES) if call.args]
-    numbers = [node for node in found if not any(isinstance(x, ast.Call) for x in ast.walk(node))]
+    scales += [call.args[0] for call in script.calls(*_SCALE_CLASSES) if call.args]
+    numbers = [node for node in scales if not any(isinstance(x, ast.Call) for x in ast.walk(node))]
     for node in numbers:
         if isinstance(node, ast.Constant) and isinstance(node.value, int | float):
             script.swap(node, repr(node.value * 2.0**bits))
@@ -401,7 +403,7 @@ def _no_faster(script: Script, code: str, *most: float) -> None:
             )
 
 
-def _cleared(script: Script, code: str, line: int) -> None:
+def _clear_gradients(script: Script, code: str, line: int) -> None:
     """Clear gradients before the backward passes of the step on this line, else after it."""
     step, call = script.statement(line), next((c for c in script.calls("step") if _on(c, line)), None)
     if step is None or call is None or not isinstance(call.func, ast.Attribute):
@@ -421,10 +423,10 @@ def _cleared(script: Script, code: str, line: int) -> None:
 _ANYWHERE: dict[str, tuple[Callable[..., None], ...]] = {
     "bf16": (_in_bf16, _keywords),
     "masters": (_with_masters,),
-    "loss": (_divided,),
+    "loss": (_divide_losses,),
     "loss_scale": (_with_scale, _keywords),
     "rate": (_no_faster,),
-    "clear": (_cleared,),
+    "clear": (_clear_gradients,),
 }
 
 
@@ -437,51 +439,51 @@ Attempt = Callable[[str], Document | None]
 _MENDED, _PLANNED = 3, 8
 
 
-def mended(text: str, document: Document, attempt: Attempt) -> str:
+def mend_script(text: str, document: Document, attempt: Attempt) -> str:
     """Return the script with its first fault cured, then with the first of those that remain, and so on."""
-    found = document
+    result = document
     for _ in range(_MENDED):
-        better = _first_that_holds(text, found, attempt) if found.faults else None
+        better = _first_lasting_cure(text, result, attempt) if result.faults else None
         if better is None:
             break
-        text, found = better
-    if found.faults:
-        document.notes.append(_unwritten(found.faults[0]))
+        text, result = better
+    if result.faults:
+        document.notes.append(_why_no_diff(result.faults[0]))
     return text
 
 
-def _first_that_holds(text: str, document: Document, attempt: Attempt) -> tuple[str, Document] | None:
+def _first_lasting_cure(text: str, document: Document, attempt: Attempt) -> tuple[str, Document] | None:
     """Return the script with a cure that removes its first fault, and the document of that script.
 
     The first such cure after which no fault remains; else after which every loss is finite; else the first.
     """
     fault, holding = document.faults[0], list[tuple[bool, bool, str, Document]]()
-    for cure in sorted((c for c in fault.cures if c.status != FAILS and c.specs), key=_untried):
-        if holding and _untried(cure):
+    for cure in sorted((c for c in fault.cures if c.status != FAILS and c.specs), key=_is_untried):
+        if holding and _is_untried(cure):
             break
-        for new in written(text, cure.specs[0], fault, cure.code):
-            found = attempt(new)
-            if found is not None and is_gone(fault, found):
-                holding.append((bool(found.faults), not all(map(math.isfinite, found.losses)), new, found))
-                if _untried(cure):
-                    cure.settle(cure.specs[0], found.steps)
+        for new in write_cure(text, cure.specs[0], fault, cure.code):
+            result = attempt(new)
+            if result is not None and is_gone(fault, result):
+                holding.append((bool(result.faults), not all(map(math.isfinite, result.losses)), new, result))
+                if _is_untried(cure):
+                    cure.mark_working(cure.specs[0], result.steps)
                 break
         if holding and not holding[-1][0]:
             break
-    best = min(holding, key=lambda held: held[:2], default=None)
+    best = min(holding, key=lambda row: row[:2], default=None)
     return None if best is None else best[2:]
 
 
-def _untried(cure: Cure) -> bool:
+def _is_untried(cure: Cure) -> bool:
     return cure.status == UNTRIED
 
 
-def is_gone(fault: Fault, found: Document) -> bool:
+def is_gone(fault: Fault, document: Document) -> bool:
     """Whether a fault is gone; a fault of another op at a later step is another one."""
-    return not any(alike(f, fault) and (f.op == fault.op or f.step <= fault.step) for f in found.bad)
+    return not any(alike(f, fault) and (f.op == fault.op or f.step <= fault.step) for f in document.bad)
 
 
-def _unwritten(fault: Fault) -> str:
+def _why_no_diff(fault: Fault) -> str:
     """Say why a fault has no diff."""
     number = f"no diff for step {fault.step + 1}"
     cure = next((c for c in fault.cures if c.status == WORKS), None)
@@ -501,29 +503,29 @@ def as_diff(path: Path, old: str, new: str) -> str:
     return "".join(ended)
 
 
-def planned(text: str, document: Document, attempt: Attempt) -> str:
+def write_plan(text: str, document: Document, attempt: Attempt) -> str:
     """Return a plan, as TOML, that cures what a plan can, also faults that show after the first is cured.
 
     The notes say of the others why a plan does not cure them."""
-    plan, found, seen = Plan(), document, list[Fault]()
-    while len(seen) < _PLANNED:
-        fault = next((f for f in found.faults if not any(f.same_as(other) for other in seen)), None)
+    plan, result, faults = Plan(), document, list[Fault]()
+    while len(faults) < _PLANNED:
+        fault = next((f for f in result.faults if not any(f.same_as(other) for other in faults)), None)
         if fault is None:
             break
-        seen.append(fault)
+        faults.append(fault)
         rules = list(_rules_of(fault))
         for rule in rules:
             larger = _with_rule(plan, rule)
             better = _under(larger, text, attempt)
             if better is not None and is_gone(fault, better):
-                plan, found = larger, better
+                plan, result = larger, better
                 break
         else:
-            document.notes.append(_unplanned(fault, rules))
+            document.notes.append(_why_no_rule(fault, rules))
     return plan.to_toml() if plan else ""
 
 
-def _unplanned(fault: Fault, rules: Sequence[PlanRule]) -> str:
+def _why_no_rule(fault: Fault, rules: Sequence[PlanRule]) -> str:
     """Say why a fault has no rule."""
     number = f"no plan rule for step {fault.step + 1}"
     if not rules:
@@ -535,12 +537,12 @@ def _unplanned(fault: Fault, rules: Sequence[PlanRule]) -> str:
 
 def _with_rule(plan: Plan, rule: PlanRule) -> Plan:
     """Return the plan with one more rule, merged into the rule for the same modules if there is one."""
-    rules = {known.pattern: known for known in plan.rules}
-    known = rules.get(rule.pattern)
-    if known is not None:
-        given = {"dtype": rule.dtype or known.dtype, "rule": rule.rule or known.rule}
-        in_fp32 = Rule.FULL in (known.computes, rule.computes)  # all of the module then, its ops too
-        rule = dataclasses.replace(known, ops={} if in_fp32 else {**known.ops, **rule.ops}, **given)
+    rules = {old_rule.pattern: old_rule for old_rule in plan.rules}
+    old_rule = rules.get(rule.pattern)
+    if old_rule is not None:
+        changes = {"dtype": rule.dtype or old_rule.dtype, "rule": rule.rule or old_rule.rule}
+        in_fp32 = Rule.FULL in (old_rule.computes, rule.computes)  # all of the module then, its ops too
+        rule = dataclasses.replace(old_rule, ops={} if in_fp32 else {**old_rule.ops, **rule.ops}, **changes)
     return Plan(tuple({**rules, rule.pattern: rule}.values()))
 
 

@@ -4,7 +4,7 @@ A step begins where the one before it ended (or, with workers that load data, at
 autocast region, so that its batch is there already), and ends where a Session, a GradScaler or an optimizer
 is stepped. Where the process can be copied, it is forked at the beginning of each step, and a copy runs the
 step again under the tape, and again with each cure. A run that is started to run a step again does the same
-from the moment at which that step begins. `Roster` knows who takes part.
+from the moment at which that step begins. `Participants` knows who takes part.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from halfstep.doctor.ledger import (
     length,
     read_amaxes,
 )
-from halfstep.doctor.process import SECONDS, Copies, Enough, Order
+from halfstep.doctor.process import SECONDS, Enough, ForkPoint, Order
 from halfstep.names import fqn
 from halfstep.numerics.cures import (
     FP16,
@@ -44,11 +44,11 @@ from halfstep.numerics.cures import (
     terms_of,
     with_attributes,
 )
-from halfstep.numerics.fault import Again, Inquiry, Seen, Suspect
+from halfstep.numerics.fault import Investigation, RerunRequest, RerunResult, SuspectStep
 from halfstep.numerics.histogram import amax as largest_of
 from halfstep.numerics.lint import Audit, LintProbe, audit
-from halfstep.numerics.snapshot import StepParticipants, is_session, prefixed, scale_of
-from halfstep.numerics.tape import look, running_loop
+from halfstep.numerics.snapshot import StepParticipants, is_session, scale_of, with_prefixes
+from halfstep.numerics.tape import call_site, running_loop
 from halfstep.numerics.trace import Taping
 from halfstep.numerics.watch import Watch, watch
 from halfstep.optim.loading import find_zero_moments
@@ -60,7 +60,7 @@ from halfstep.trees import parameters_of
 class ApexScale:
     """The first loss scale of `halfstep.compat.apex.amp`, with the interface of a GradScaler."""
 
-    door = "apex"
+    frontend = "apex"
 
     def __init__(self, amp: Any) -> None:
         self.state_dict, self.load_state_dict = amp.state_dict, amp.load_state_dict
@@ -80,13 +80,13 @@ class ApexScale:
         self.load_state_dict(state)
 
 
-def scale_of_a_door() -> ApexScale | None:
+def scale_of_apex() -> ApexScale | None:
     """Return the loss scale of `compat.apex.amp`, if the script has initialised it."""
     amp = sys.modules.get("halfstep.compat.apex.amp")
     return ApexScale(amp) if amp is not None and amp.state_dict() else None
 
 
-class Roster:
+class Participants:
     """The models, optimizers, scalers and schedulers of a script, recorded as they are made or used."""
 
     def __init__(self) -> None:
@@ -94,18 +94,18 @@ class Roster:
         self.things: list[Any] = []
         self._met = set[nn.Module]()
         self._names: dict[int, str] = {}
-        self._born_ill: frozenset[str] = frozenset()
+        self._initially_nonfinite: frozenset[str] = frozenset()
 
     @property
     def parts(self) -> StepParticipants:
         """Return all of them, as the tape and the cures want them."""
         if self._parts.session is None and self._parts.scaler is None:
-            self.add(scale_of_a_door())
+            self.add(scale_of_apex())
         return self._parts
 
     def add(self, thing: Any) -> None:
         """Record a model, an optimizer or another object with state; of scalers the last one counts."""
-        if thing is not None and all(thing is not one for one in self.things):
+        if thing is not None and all(thing is not other for other in self.things):
             first = is_session(thing) or hasattr(thing, "get_scale")
             self.things.insert(0 if first else len(self.things), thing)
             loop, self._parts = self._parts.loop, StepParticipants(None, self.things)
@@ -116,13 +116,13 @@ class Roster:
         if module in self._met:
             return
         self._met.add(module)
-        known = (m for root in self.things if isinstance(root, nn.Module) for m in root.modules())
-        if all(module is not m for m in known) and (*module.parameters(), *module.buffers()):
+        modules = (m for root in self.things if isinstance(root, nn.Module) for m in root.modules())
+        if all(module is not m for m in modules) and (*module.parameters(), *module.buffers()):
             inside = {*module.modules()}
             self.things = [t for t in self.things if not (isinstance(t, nn.Module) and t in inside)]
             self.add(module)
             with disable_current_modes():
-                self._born_ill |= self._ill()
+                self._initially_nonfinite |= self._nonfinite_names()
 
     @property
     def models(self) -> list[nn.Module]:
@@ -133,17 +133,17 @@ class Roster:
         """Whether the script itself calls this module, and it has weights."""
         return any(module is t for t in self.things) and next(module.parameters(), None) is not None
 
-    def _ill(self) -> frozenset[str]:
+    def _nonfinite_names(self) -> frozenset[str]:
         """Return the names of parameters and buffers that are not finite."""
         values = {
             n: t for kind, n, t in self._parts.named_values() if kind != "state" and t.is_floating_point()
         }
-        found = zip(values, read_amaxes(list(values.values())))
-        return frozenset(name for name, amax in found if not math.isfinite(amax))
+        amaxes = zip(values, read_amaxes(list(values.values())))
+        return frozenset(name for name, amax in amaxes if not math.isfinite(amax))
 
-    def fell_ill(self) -> bool:
+    def became_nonfinite(self) -> bool:
         """Whether a parameter or buffer became nonfinite after its model was first called."""
-        return not self._ill() <= self._born_ill
+        return not self._nonfinite_names() <= self._initially_nonfinite
 
     def scale(self) -> float:
         """Return the current loss scale."""
@@ -152,7 +152,7 @@ class Roster:
     def name_of(self, thing: nn.Module | Tensor) -> str:
         """Return the path of a module (with its class) or parameter; its class if no known model holds it."""
         if id(thing) not in self._names:
-            for prefix, model in prefixed(self.models):
+            for prefix, model in with_prefixes(self.models):
                 for name, module in model.named_modules():
                     path = f"{prefix}{fqn(name)}".rstrip(".")
                     self._names[id(module)] = f"{path} ({type(module).__name__})" if path else "the model"
@@ -167,7 +167,7 @@ class Roster:
         return not parts.optimizers and parts.session is None and parts.scaler is None
 
 
-def _prepared_with_masters(parts: StepParticipants) -> bool:
+def _prepare_with_masters(parts: StepParticipants) -> bool:
     """Prepare a model that is in 16 bits already at O2; its weights become the 16-bit halves of masters."""
     from halfstep.session.prepare import prepare
 
@@ -198,12 +198,12 @@ class Examiner:
 
     def __init__(self, order: Order) -> None:
         self.order = order
-        self.roster = Roster()
+        self.roster = Participants()
         self.ledger = Ledger()
-        self.seen: Watch | None = None
-        self.asked = order.again
-        self.again: Again | None = None  # once it is reached
-        self.showed = Seen()
+        self.watch: Watch | None = None
+        self.request = order.request
+        self.active_request: RerunRequest | None = None  # once it is reached
+        self.rerun_result = RerunResult()
         self.around = ExitStack()
         self.taping: Taping | None = None
         self.halves = False
@@ -215,8 +215,8 @@ class Examiner:
         """When this process became a copy; 0 in the run itself."""
         self._signed = False
         self._took_effect: Callable[[], bool] | None = None
-        self._copies = Copies(self)
-        self.inquiry = Inquiry(self._copies, self._steps)
+        self._copies = ForkPoint(self)
+        self.inquiry = Investigation(self._copies, self._steps)
         self._before: list[Tensor] = []
         self._updated = weakref.WeakSet[torch.optim.Optimizer]()
         self._used = dict[Tensor, tuple[Tensor, int]]()
@@ -230,11 +230,11 @@ class Examiner:
 
     def _over(self) -> bool:
         """Whether the last step was done, of a rerun or of the iterations that were asked for."""
-        again = self.asked
-        if again is not None:
-            whole = again.from_start and self.ledger.now.number >= self._steps
+        request = self.request
+        if request is not None:
+            whole = request.from_start and self.ledger.now.number >= self._steps
             late = self._copied and time.monotonic() - self._copied > SECONDS / 3
-            return self.done > again.at + again.more or whole or bool(late)
+            return self.done > request.at + request.more or whole or bool(late)
         return self.ledger.now.number >= self._steps
 
     # What the hooks report.
@@ -243,7 +243,7 @@ class Examiner:
         """Record a new optimizer, schedule, scaler or session."""
         self.roster.add(thing)
         if self.done == 0 and not isinstance(thing, LRScheduler):
-            self._copies.hold()
+            self._copies.fork_here()
 
     def on_sign(self, module: nn.Module | None = None) -> None:
         """Begin a step if none has begun: a region opens or a model is called."""
@@ -252,40 +252,40 @@ class Examiner:
         if not self._signed:
             self._signed = True
             if self.done == 0 or multiprocessing.active_children():
-                self._copies.hold()
+                self._copies.fork_here()
                 self._go_on()
 
     def _begin(self) -> None:
         """Begin the next step; with workers that load its batch, only at its first forward or region."""
         self._signed = False
         if not multiprocessing.active_children():
-            self._copies.hold(freely=False)
+            self._copies.fork_here(freely=False)
             self._go_on()
         self._watch()
 
     def _watch(self) -> None:
         """Watch the model from now on: at the first backward, when model and optimizer usually exist."""
         parts, models = self.roster.parts, self.roster.models
-        if self.seen is not None and self.done == 24 * self.seen.every:
-            self.seen.every *= 2  # of a long run fewer steps are enough
-        wanted = self.asked is None or self.asked.from_start  # the notes of the whole run, not of some steps
-        if self.seen is None and wanted and models:
+        if self.watch is not None and self.done == 24 * self.watch.every:
+            self.watch.every *= 2  # of a long run fewer steps are enough
+        whole_run = self.request is None or self.request.from_start  # not the notes of some steps
+        if self.watch is None and whole_run and models:
             what = parts.session if parts.session is not None else parts.optimizers
             every = max(1, self.order.steps // 12)
-            self.seen = watch(models[0], what, every=every, scaler=parts.scaler)
-            self.seen.step = self.done
+            self.watch = watch(models[0], what, every=every, scaler=parts.scaler)
+            self.watch.step = self.done
             self.audit = audit(models, parts.optimizers)
 
     def _go_on(self) -> None:
         """Apply the cure and start the tape if this step is to be run again."""
-        again = self.asked
-        if again is not None and self.again is None:
-            first = min(1, again.at) if again.from_start else again.at
+        request = self.request
+        if request is not None and self.active_request is None:
+            first = min(1, request.at) if request.from_start else request.at
             if self.done >= first:
-                self._reach(again)
-        if self.again is not None and self.again.taped == self.done and self.taping is None:
+                self._reach(request)
+        if self.active_request is not None and self.active_request.taped == self.done and self.taping is None:
             self._lint = LintProbe(self.roster.parts.session)
-            self.taping = Taping(self.roster.parts, observers=[self._lint.look])
+            self.taping = Taping(self.roster.parts, observers=[self._lint.observe])
 
     def on_inputs(self, names: dict[str, Tensor]) -> None:
         """Record the inputs of a model."""
@@ -323,7 +323,7 @@ class Examiner:
     def on_update(self, optimizer: torch.optim.Optimizer) -> None:
         """Record weights and gradients before an optimizer updates."""
         self.roster.add(optimizer)
-        _, file, line = look()
+        _, file, line = call_site()
         now = self.ledger.now
         now.where = file, line
         now.rates = tuple(float(g["lr"]) for g in optimizer.param_groups if "lr" in g)
@@ -342,27 +342,27 @@ class Examiner:
     def on_stepping(self, optimizer: torch.optim.Optimizer) -> None:
         """Record gradients before a step that may be skipped."""
         learning = [p for p in parameters_of(optimizer) if p.grad is not None]
-        found = zip(learning, read_amaxes([p.grad for p in learning if p.grad is not None]))
-        self.ledger.now.ill |= {self.roster.name_of(p) for p, amax in found if not math.isfinite(amax)}
+        amaxes = zip(learning, read_amaxes([p.grad for p in learning if p.grad is not None]))
+        self.ledger.now.nonfinite |= {self.roster.name_of(p) for p, amax in amaxes if not math.isfinite(amax)}
 
     def on_gradients(self, updated: list[Tensor]) -> None:
         """Record the gradients of these parameters before the update."""
         now = self.ledger.now
         learning = [p for p in updated if p.grad is not None]
-        found = self.on_found([p.grad for p in learning if p.grad is not None])
-        now.gradients |= {self.roster.name_of(p): amax for p, amax in zip(learning, found)}
+        amaxes = self.on_found([p.grad for p in learning if p.grad is not None])
+        now.gradients |= {self.roster.name_of(p): amax for p, amax in zip(learning, amaxes)}
 
     def on_found(self, gradients: list[Tensor]) -> list[float]:
         """Record the largest magnitudes of gradients of this step."""
         now = self.ledger.now
-        found = read_amaxes([g for g in gradients if isinstance(g, Tensor)])
-        now.gradient = max(now.gradient, max(found, default=0.0))
-        if not all(map(math.isfinite, found)):
+        amaxes = read_amaxes([g for g in gradients if isinstance(g, Tensor)])
+        now.gradient = max(now.gradient, max(amaxes, default=0.0))
+        if not all(map(math.isfinite, amaxes)):
             now.gradient = math.inf
             self.ledger.blame("gradient")
-        if any(amax == 0.0 for amax in found):
+        if any(amax == 0.0 for amax in amaxes):
             now.silent = now.silent or "a gradient"
-        return found
+        return amaxes
 
     def on_updated(self, optimizer: torch.optim.Optimizer) -> None:
         """Record what an optimizer's update did."""
@@ -371,7 +371,7 @@ class Examiner:
         after = parameters_of(optimizer)
         self._stale -= {*after}
         self._used |= {p: (p.grad, p.grad._version) for p in after if p.grad is not None}
-        now.flushed = now.flushed or self._flushed(optimizer, after)
+        now.flushed = now.flushed or self._find_zero_moments(optimizer, after)
         pairs = zip(self._before, after)
         now.update += length(new.detach() - old for old, new in pairs if old.shape == new.shape)
         now.size += length(self._before)
@@ -381,7 +381,7 @@ class Examiner:
         """Record a `zero_grad` of an optimizer or a module."""
         self._stale -= {*(owner.parameters() if isinstance(owner, nn.Module) else parameters_of(owner))}
 
-    def _flushed(self, optimizer: torch.optim.Optimizer, updated: list[Tensor]) -> str:
+    def _find_zero_moments(self, optimizer: torch.optim.Optimizer, updated: list[Tensor]) -> str:
         """Describe second moments that are zero in fp16 where most gradients are not."""
         lost = learning = 0
         for p in updated:
@@ -397,16 +397,16 @@ class Examiner:
         self.ledger.number(owner)
         if self.taping is not None:
             self._end_tape()
-        if self.roster.fell_ill():
+        if self.roster.became_nonfinite():
             self.ledger.blame("parameter")
-            now.spoiled = True
+            now.lasting_damage = True
         if skipped or not finite:
             self.ledger.blame("gradient")
-        if now.taken and now.bad == "gradient" and now.update == 0.0 and not now.spoiled:
+        if now.taken and now.bad == "gradient" and now.update == 0.0 and not now.lasting_damage:
             now.taken, skipped = False, True  # an optimizer that was told to do nothing, as Apex does
         now.skipped = skipped
-        if skipped and self.seen is not None and self.roster.parts.session is None:
-            self.seen.note_skip()
+        if skipped and self.watch is not None and self.roster.parts.session is None:
+            self.watch.note_skip()
         note = self.ledger.close(owner)
         self._judge(note, self.done - 1)
         if self._over():
@@ -415,89 +415,92 @@ class Examiner:
 
     def _judge(self, note: Note, index: int) -> None:
         """Have the step that just ended rerun, if it may show something new."""
-        if self.asked is not None:
+        if self.request is not None:
             return
         before = self.ledger.notes[index - 1] if index else Note(0)
         run = sum(1 for _ in itertools.takewhile(lambda note: note.bad, reversed(self.ledger.notes)))
-        other = note.bad != before.bad or not note.ill <= before.ill or run & (run - 1) == 0
+        other = note.bad != before.bad or not note.nonfinite <= before.nonfinite or run & (run - 1) == 0
         another = not before.bad or (before.skipped and other)  # what was spoiled stays so
         if (note.bad and another) or (not note.bad and (index == 1 or note.silent)):
-            self.inquiry.look(Suspect(index, note.number, note.bad, note.spoiled))
+            self.inquiry.rerun(SuspectStep(index, note.number, note.bad, note.lasting_damage))
 
     def leave(self) -> None:
         """Leave after the last step. A copy ends here, without the rest of the script."""
         if self._copied:
-            self.reply()
+            self.report_result()
         self.ended_by = STEPS
         raise Enough
 
-    def reply(self) -> None:
+    def report_result(self) -> None:
         """Report the result of a rerun. A copy ends with that."""
-        again, showed = self.again, self.showed
-        assert again is not None
+        request, result = self.active_request, self.rerun_result
+        assert request is not None
         bad = [
             index for index, note in enumerate(self.ledger.notes)
-            if note.bad and (index >= again.at or (again.from_start and not self.ledger.settled(index)))
+            if note.bad
+            and (index >= request.at or (request.from_start and not self.ledger.is_recovered(index)))
         ]  # fmt: skip
-        bad += [] if again.taped is None or not showed.faults else [again.taped]
-        showed.settles = bool(bad) and not showed.faults and self.ledger.only_skipped(min(bad))
-        exact = again.cure is None or again.cure[0] == "loss_scale"  # updates are those of fp32
-        bad += [] if exact or not self.ledger.blew_up(again.at) else [again.at]
-        showed.bad_at = min(bad, default=None)
-        showed.applied = self._applied(again)
-        ill = (index for index in bad if not (showed.settles and self.ledger.only_skipped(index)))
-        showed.steps = min(ill, default=len(self.ledger.notes)) - (0 if again.from_start else again.at)
-        if again.from_start:
-            showed.faults = all_faults(self.noted(), showed.faults)
-        self._copies.answer(self.showed)
+        bad += [] if request.taped is None or not result.faults else [request.taped]
+        result.recovers = bool(bad) and not result.faults and self.ledger.only_skipped(min(bad))
+        exact = request.cure is None or request.cure[0] == "loss_scale"  # updates are those of fp32
+        bad += [] if exact or not self.ledger.blew_up(request.at) else [request.at]
+        result.bad_at = min(bad, default=None)
+        result.applied = self._apply_cure(request)
+        failures = (index for index in bad if not (result.recovers and self.ledger.only_skipped(index)))
+        result.steps = min(failures, default=len(self.ledger.notes)) - (
+            0 if request.from_start else request.at
+        )
+        if request.from_start:
+            result.faults = all_faults(self.complete_ledger(), result.faults)
+        self._copies.answer(self.rerun_result)
 
-    def noted(self) -> Ledger:
+    def complete_ledger(self) -> Ledger:
         """Return the ledger, completed by what the watch and the tape hold."""
-        if self.seen is not None:
-            self.seen.collect()
-            self.ledger.lost = [*self.seen.lost]
+        if self.watch is not None:
+            self.watch.collect()
+            self.ledger.lost = [*self.watch.lost]
         self.ledger.terms = terms_of(self.roster.parts, in_region=self.roster.parts.scaler is not None)
         return self.ledger
 
-    def _applied(self, again: Again) -> bool:
+    def _apply_cure(self, request: RerunRequest) -> bool:
         """Whether the cure under trial was applied, and met what it is to change."""
-        if again.cure is None:
+        if request.cure is None:
             return True
-        if again.cure[0] == "bf16":
+        if request.cure[0] == "bf16":
             if self.halves or FP16 in {p.dtype for p in self.roster.parts.parameters()}:
                 return False
-            if again.from_start:
+            if request.from_start:
                 return True  # asked for before the script began
         return self._took_effect is not None and self._took_effect()
 
-    def become_copy(self, again: Again) -> None:
+    def run_as_copy(self, request: RerunRequest) -> None:
         """Continue as a copy that was forked to run steps again."""
-        self.asked, self._copied = again, time.monotonic()
+        self.request, self._copied = request, time.monotonic()
         self._go_on()
 
-    def _reach(self, again: Again) -> None:
+    def _reach(self, request: RerunRequest) -> None:
         """Apply the cure as the steps to run again begin."""
-        self.again = again
+        self.active_request = request
         self.ledger.notes = self.ledger.notes[:]
         for note in self.ledger.notes:
             note.bad = ""
-        if self.seen is not None and not again.from_start:
-            self.seen.close()
-            self.seen = None
+        if self.watch is not None and not request.from_start:
+            self.watch.close()
+            self.watch = None
         parts = self.roster.parts
-        self.showed.falls = scale_falls(parts)
-        if again.cure is None or (again.from_start and again.cure[0] == "bf16"):
+        self.rerun_result.falls = scale_falls(parts)
+        if request.cure is None or (request.from_start and request.cure[0] == "bf16"):
             return
         self.halves = False
-        if again.cure[0] == "masters":
-            self._took_effect = (lambda: True) if _prepared_with_masters(parts) else None
+        if request.cure[0] == "masters":
+            self._took_effect = (lambda: True) if _prepare_with_masters(parts) else None
         else:
-            self._took_effect = put_in_place(again.cure, parts, self.around)
+            self._took_effect = put_in_place(request.cure, parts, self.around)
         if self._took_effect is None:
-            self.showed.applied = False
-            self._copies.answer(self.showed)
+            self.rerun_result.applied = False
+            self._copies.answer(self.rerun_result)
             raise Enough
-        if again.cure[0] == "bf16":
+        if request.cure[0] == "bf16":
             ask_for_bf16(self.around)
 
     # The tape.
@@ -507,31 +510,33 @@ class Examiner:
         assert taping is not None
         taping.tape.batch = f"batch {self.ledger.now.number + 1}"
         trace = taping.end(self.roster.parts, error)
-        self.showed.counts = trace.rows()
-        self.showed.lint = list(dict.fromkeys(self._lint.found()))
+        self.rerun_result.counts = trace.rows()
+        self.rerun_result.lint = list(dict.fromkeys(self._lint.list_findings()))
         if trace.bad is not None:
             trace.bad.step = self.ledger.now.number
-            self.showed.faults.append(trace.bad)
+            self.rerun_result.faults.append(trace.bad)
 
-    def failed(self, error: BaseException) -> None:
+    def on_error(self, error: BaseException) -> None:
         """Record that the script raised."""
         if self.taping is not None:
             self._end_tape(error)
-        if self.again is not None:
+        if self.active_request is not None:
             self.ledger.now.bad = "error"
             self.ledger.notes.append(self.ledger.now)
-        elif self.asked is None:
-            self.inquiry.look(Suspect(self.done, self.ledger.now.number, bad="error", spoiled=True))
+        elif self.request is None:
+            self.inquiry.rerun(
+                SuspectStep(self.done, self.ledger.now.number, bad="error", lasting_damage=True)
+            )
 
-    def ended(self) -> None:
+    def on_end(self) -> None:
         """Record that the script is over."""
         if self.taping is not None:
             self._end_tape()
-        if self.again is not None:
-            self.reply()
+        if self.active_request is not None:
+            self.report_result()
         else:  # a copy that did not come so far
-            self.showed.applied = False
-            self._copies.answer(self.showed)
+            self.rerun_result.applied = False
+            self._copies.answer(self.rerun_result)
         self._copies.close()
-        if self.seen is not None:
-            self.seen.close()
+        if self.watch is not None:
+            self.watch.close()

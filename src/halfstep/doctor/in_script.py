@@ -17,9 +17,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from halfstep.doctor.document import INTERRUPT, Document, add_watched
 from halfstep.doctor.examiner import Examiner, ask_for_bf16
 from halfstep.doctor.ledger import note_conversions
-from halfstep.doctor.process import Found, Order, in_words, replace, run_main, seed
+from halfstep.doctor.process import Order, RunFindings, in_words, replace, run_main, seed
 from halfstep.numerics.cures import FP16
-from halfstep.numerics.fault import Seen
+from halfstep.numerics.fault import RerunResult
 from halfstep.numerics.tape import users_names
 from halfstep.numerics.watch import leave
 from halfstep.session import setup
@@ -50,20 +50,23 @@ class Hooks:
             register_optimizer_step_post_hook(self._after_update),
         ):
             self._stack.callback(handle.remove)
-        for listeners, listener in ((setup.made, self._on_session), (setup.opened, self._on_region)):
+        for listeners, listener in (
+            (setup.session_listeners, self._on_session),
+            (setup.autocast_listeners, self._on_region),
+        ):
             listeners.append(listener)
             self._stack.callback(listeners.remove, listener)
-        replace(self._stack, torch.amp.GradScaler, "step", self._bracketed)
+        replace(self._stack, torch.amp.GradScaler, "step", self._on_scaler_step)
         for owner in (torch.amp.GradScaler, torch.optim.Optimizer, LRScheduler):
-            replace(self._stack, owner, "__init__", self._announced)
+            replace(self._stack, owner, "__init__", self._on_create)
         for owner in (torch.optim.Optimizer, nn.Module):
-            replace(self._stack, owner, "zero_grad", self._cleared)
-        replace(self._stack, torch.autocast, "__enter__", self._entered)
-        replace(self._stack, torch.Tensor, "backward", self._noted)
-        replace(self._stack, torch.autograd, "grad", self._graded)
+            replace(self._stack, owner, "zero_grad", self._on_clear)
+        replace(self._stack, torch.autocast, "__enter__", self._on_enter)
+        replace(self._stack, torch.Tensor, "backward", self._on_backward)
+        replace(self._stack, torch.autograd, "grad", self._on_grad)
 
     @staticmethod
-    def _tell(hear: Callable[..., Any], *about: Any) -> None:
+    def _report(hear: Callable[..., Any], *about: Any) -> None:
         """Call the examiner; its own ops are on no tape."""
         with disable_current_modes():
             hear(*about)
@@ -76,7 +79,7 @@ class Hooks:
 
     def _before_session(self, session: Any, optimizer: torch.optim.Optimizer) -> None:
         self._depth, self._updated, self._stepped = 1, False, optimizer
-        self._tell(self._examiner.on_stepping, optimizer)
+        self._report(self._examiner.on_stepping, optimizer)
         leave(session.listeners, self._after_session)  # it ends the step, after a watch has seen it
         session.listeners.append(self._after_session)
 
@@ -85,25 +88,25 @@ class Hooks:
         self._examiner.roster.add(self._stepped)
         self._examiner.on_step(self._stepped, skipped=not outcome.taken, finite=bool(outcome.finite))
 
-    def _announced(self, create: Callable[..., None], thing: Any, /, *args: Any, **kwargs: Any) -> None:
+    def _on_create(self, create: Callable[..., None], thing: Any, /, *args: Any, **kwargs: Any) -> None:
         create(thing, *args, **kwargs)
         self._examiner.on_made(thing)
 
-    def _cleared(self, clear: Callable[..., None], owner: Any, *args: Any, **kwargs: Any) -> None:
+    def _on_clear(self, clear: Callable[..., None], owner: Any, *args: Any, **kwargs: Any) -> None:
         clear(owner, *args, **kwargs)
         self._examiner.on_cleared(owner)
 
-    def _entered(self, enter: Callable[..., Any], region: Any) -> Any:
+    def _on_enter(self, enter: Callable[..., Any], region: Any) -> Any:
         self._on_region(region)
         return enter(region)
 
-    def _on_region(self, opened: Any) -> None:
+    def _on_region(self, region: Any) -> None:
         if not torch.compiler.is_compiling() and torch.is_grad_enabled() and not _in_backward():
             self._examiner.on_sign()
 
-    def _noted(self, backward: Callable[..., Any], loss: Tensor, *args: Any, **kwargs: Any) -> None:
+    def _on_backward(self, backward: Callable[..., Any], loss: Tensor, *args: Any, **kwargs: Any) -> None:
         if loss.numel() == 1:
-            self._tell(self._examiner.on_loss, loss)
+            self._report(self._examiner.on_loss, loss)
         inner, self._backward = self._backward, True  # a tape calls it once more
         try:
             backward(loss, *args, **kwargs)
@@ -114,25 +117,25 @@ class Hooks:
             stepped, self._within = self._within, None
             self._examiner.on_step(stepped, skipped=False, finite=True)
 
-    def _graded(self, grad: Callable[..., Any], outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    def _on_grad(self, grad: Callable[..., Any], outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Report gradients of many tensors at once, where no optimizer is: a step made by hand."""
-        found = grad(outputs, inputs, *args, **kwargs)
+        grads = grad(outputs, inputs, *args, **kwargs)
         learning = isinstance(inputs, list | tuple) and all(x.is_leaf for x in inputs)
         inner = _in_backward() or kwargs.get("create_graph")
         if learning and not inner and self._examiner.roster.by_hand:
             if isinstance(outputs, Tensor) and outputs.numel() == 1:
-                self._tell(self._examiner.on_loss, outputs)
-            self._tell(self._examiner.on_found, list(found))
+                self._report(self._examiner.on_loss, outputs)
+            self._report(self._examiner.on_found, list(grads))
             self._by_hand = True
-        return found
+        return grads
 
-    def _bracketed(
+    def _on_scaler_step(
         self, step: Callable[..., Any], scaler: Any, optimizer: Any, *args: Any, **kwargs: Any
     ) -> Any:
         """Report a scaler's step as one step, whether or not the optimizer inside is stepped."""
         self._depth += 1
         self._updated = False
-        self._tell(self._examiner.on_stepping, optimizer)
+        self._report(self._examiner.on_stepping, optimizer)
         try:
             result = step(scaler, optimizer, *args, **kwargs)
         finally:
@@ -148,7 +151,7 @@ class Hooks:
         before = self._examiner.taping
         if self._by_hand:  # a forward after a backward, where no optimizer is: the step before it is over
             self._by_hand = False
-            self._tell(self._examiner.on_gradients, self._examiner.roster.parts.parameters())
+            self._report(self._examiner.on_gradients, self._examiner.roster.parts.parameters())
             self._examiner.on_step(self, skipped=False, finite=True)
         self._examiner.on_sign(module)
         taping = self._examiner.taping
@@ -157,7 +160,7 @@ class Hooks:
         if self._root is None and self._examiner.roster.is_root(module):
             self._root = module
             tensors = [x for x in args if isinstance(x, Tensor)]
-            self._tell(self._examiner.on_inputs, _names_of_inputs(module, tensors))
+            self._report(self._examiner.on_inputs, _names_of_inputs(module, tensors))
 
     def _on_output(self, module: nn.Module, args: Any, out: Any) -> None:
         if torch.compiler.is_compiling():
@@ -169,14 +172,14 @@ class Hooks:
         if not torch.is_grad_enabled() or _in_backward() or module._modules or not isinstance(out, Tensor):
             return
         if out.is_floating_point() and out.numel() > 8:
-            self._tell(self._examiner.on_output, module, out.detach())
+            self._report(self._examiner.on_output, module, out.detach())
 
     def _before_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self._tell(self._examiner.on_update, optimizer)
+        self._report(self._examiner.on_update, optimizer)
 
     def _after_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._updated = True
-        self._tell(self._examiner.on_updated, optimizer)
+        self._report(self._examiner.on_updated, optimizer)
         if _in_backward():
             self._within = optimizer
         elif self._depth == 0:
@@ -185,14 +188,14 @@ class Hooks:
 
 def _names_of_inputs(module: nn.Module, tensors: list[Tensor]) -> dict[str, Tensor]:
     """Return inputs by the names of the user's variables; in a loop of ours, of forward's arguments."""
-    found = users_names(tensors)
-    if found or not tensors:
-        return found
+    names = users_names(tensors)
+    if names or not tensors:
+        return names
     arguments = [p.name for p in inspect.signature(module.forward).parameters.values()]
     return dict(zip(arguments, tensors))
 
 
-def _uncompiled(compile: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _compile_disabled(compile: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return compile(*args, **{**kwargs, "disable": True})
 
 
@@ -200,7 +203,7 @@ def _in_backward() -> bool:
     return graph_task() != -1
 
 
-def run_order(order: Order) -> Found | Seen | None:
+def run_order(order: Order) -> RunFindings | RerunResult | None:
     """Run a script as the order says, and remove all hooks afterwards.
 
     Returns None where the steps to run again were never reached.
@@ -209,31 +212,38 @@ def run_order(order: Order) -> Found | Seen | None:
     examiner = Examiner(order)
     with ExitStack() as stack:
         note_conversions(stack, examiner.ledger.flushes)
-        again = order.again
-        if again is not None and again.from_start and again.cure is not None and again.cure[0] == "bf16":
+        request = order.request
+        if (
+            request is not None
+            and request.from_start
+            and request.cure is not None
+            and request.cure[0] == "bf16"
+        ):
             ask_for_bf16(stack)
         Hooks(examiner, stack).install()
-        replace(stack, torch, "compile", _uncompiled)  # it hides the ops
+        replace(stack, torch, "compile", _compile_disabled)  # it hides the ops
         stack.enter_context(examiner.around)  # the cures, put in place over the hooks, go before them
         error = run_main(order.script, order.args, order.text)
         if isinstance(error, KeyboardInterrupt):
             examiner.ended_by, error = INTERRUPT, None
         if error is not None:
-            examiner.failed(error)
-        examiner.ended()
-    if again is not None:
-        return examiner.showed if examiner.again is not None else None
-    return _found(order, examiner, error and in_words(error, examiner.ledger.iterations))
+            examiner.on_error(error)
+        examiner.on_end()
+    if request is not None:
+        return examiner.rerun_result if examiner.active_request is not None else None
+    return _collect_findings(order, examiner, error and in_words(error, examiner.ledger.iterations))
 
 
-def _found(order: Order, examiner: Examiner, error: str | None) -> Found:
+def _collect_findings(order: Order, examiner: Examiner, error: str | None) -> RunFindings:
     ledger = examiner.ledger
     losses = [note.loss for note in ledger.notes if note.loss is not None]
     document = Document(Path(order.script).name, ledger.iterations, losses, error, ended_by=examiner.ended_by)
     document.audit = examiner.audit
-    if examiner.seen is not None:
-        add_watched(document, examiner.seen, ledger.skips)
+    if examiner.watch is not None:
+        add_watched(document, examiner.watch, ledger.skips)
         numbers = dict(enumerate(note.number for note in ledger.notes))
         for row in document.history:  # the watch counts the steps of all optimizers
             row["step"] = numbers.get(row["step"], row["step"])
-    return Found(document, examiner.noted(), examiner.inquiry.seen, examiner.inquiry.unseen)
+    return RunFindings(
+        document, examiner.complete_ledger(), examiner.inquiry.rerun_result, examiner.inquiry.unchecked_steps
+    )

@@ -28,7 +28,7 @@ from halfstep.names import fqn
 from halfstep.numerics.cures import PLAIN, with_attributes
 from halfstep.numerics.fault import Cause, Cure, Fault
 from halfstep.numerics.histogram import amax as largest_of
-from halfstep.numerics.tape import OpLocation, look
+from halfstep.numerics.tape import OpLocation, call_site
 from halfstep.numerics.watch import LostUpdates
 
 #: An update that is so many times the largest one before it is no training step ...
@@ -74,8 +74,8 @@ class Note:
     """One step: `number` counts the script's iterations, from 0; `bad` says what was first not finite.
 
     `update`, `size`: Euclidean lengths of the update and of the weights before it. `rates`, `knobs`: learning
-    rate and further options by group; `schedule`: the class of what sets the rates. `rows`: where
-    inputs are largest. `ill`: whose gradients are not finite as a step begins that may be skipped. `stale`: a
+    rate and further options by group; `schedule`: the class of what sets the rates. `rows`: where inputs are
+    largest. `nonfinite`: whose gradients are not finite as a step begins that may be skipped. `stale`: a
     parameter whose gradient is in part that of the step before; `flushed`: second moments that became zero.
     """
 
@@ -85,14 +85,14 @@ class Note:
     bad: str = ""
     skipped: bool = False
     taken: bool = False
-    spoiled: bool = False
+    lasting_damage: bool = False
     update: float = 0.0
     size: float = 0.0
     schedule: str = ""
     knobs: tuple[Knobs, ...] = ()
     gradient: float = 0.0
     silent: str = ""
-    ill: frozenset[str] = frozenset()
+    nonfinite: frozenset[str] = frozenset()
     inputs: dict[str, float] = field(default_factory=dict[str, float])
     rows: dict[str, int] = field(default_factory=dict[str, int])
     outputs: dict[str, float] = field(default_factory=dict[str, float])
@@ -111,8 +111,8 @@ def read_amaxes(tensors: Sequence[Tensor]) -> list[float]:
 @torch.no_grad()
 def length(tensors: Iterable[Tensor]) -> float:
     """Return the Euclidean length of all of these together; inf where it is not finite."""
-    kept = (t for t in tensors if t.is_floating_point() and t.layout == torch.strided)
-    norms = [torch.linalg.vector_norm(t.float()).double() for t in kept]
+    floats = (t for t in tensors if t.is_floating_point() and t.layout == torch.strided)
+    norms = [torch.linalg.vector_norm(t.float()).double() for t in floats]
     total = float(torch.stack(norms).norm()) if norms else 0.0
     return total if math.isfinite(total) else math.inf
 
@@ -179,7 +179,7 @@ class Ledger:
                     return name, text
         return "", ""
 
-    def settled(self, index: int = 0) -> bool:
+    def is_recovered(self, index: int = 0) -> bool:
         """Whether a skipped step only lowered the loss scale: steps after it are taken.
 
         What goes wrong later, without a skip or in the loss itself, is another fault.
@@ -189,8 +189,8 @@ class Ledger:
             return note.skipped and note.bad != "loss"
 
         after = list(itertools.dropwhile(of_the_scale, self.notes[index:]))
-        wrong = next((i for i, note in enumerate(after) if note.bad and not of_the_scale(note)), None)
-        after, ended = after[:wrong], wrong is None
+        bad_at = next((i for i, note in enumerate(after) if note.bad and not of_the_scale(note)), None)
+        after, ended = after[:bad_at], bad_at is None
         if ended and len(after) < min(3, len(self.notes)):  # too little to tell: was the run well before it?
             well = sum(not (note.bad or note.skipped) for note in self.notes[:index])
             return well >= 3 and len(self.notes) - index - len(after) <= 2
@@ -215,20 +215,20 @@ class Ledger:
         part.notes = self.notes if stop is None else self.notes[: stop + 1]
         return part
 
-    def broken(self) -> int | None:
+    def first_broken_step(self) -> int | None:
         """Return the index of the first step after which something lasting was not finite, or None."""
-        wrong = (i for i, n in enumerate(self.notes) if n.spoiled or (n.bad and not n.skipped))
-        return next(wrong, None)
+        indices = (i for i, n in enumerate(self.notes) if n.lasting_damage or (n.bad and not n.skipped))
+        return next(indices, None)
 
     def spike(self) -> int | None:
         """Return the index of the first step whose update is far larger than those before it."""
-        most, seen = 0.0, 0
+        most, count = 0.0, 0
         for index, note in enumerate(self.notes):
             if not note.taken or note.bad not in ("", "parameter") or not note.update > 0:
                 continue
-            if seen >= 3 and note.update > SPIKE * most and note.update > _MOVED * note.size:
+            if count >= 3 and note.update > SPIKE * most and note.update > _MOVED * note.size:
                 return index
-            most, seen = max(most, note.update), seen + 1
+            most, count = max(most, note.update), count + 1
         return None
 
     def too_long(self) -> bool:
@@ -238,30 +238,34 @@ class Ledger:
         grew = first.loss is not None and now > _SHOT * max(abs(first.loss), 1e-3)
         return grew and first.taken and not first.bad and first.update > _SHOT * first.size > 0
 
-    def diverged(self) -> tuple[int, float, float] | None:
+    def find_divergence(self) -> tuple[int, float, float] | None:
         """Return where a loss began to diverge, its value at first and at last.
 
         The step is the one whose update the larger loss came of.
         """
-        end = self.broken()
+        end = self.first_broken_step()
         notes = self.notes[:end]
-        kept = [(i, abs(n.loss)) for i, n in enumerate(notes) if n.loss is not None and math.isfinite(n.loss)]
-        if len(kept) < (8 if end is None else 2):
+        losses = [
+            (i, abs(n.loss)) for i, n in enumerate(notes) if n.loss is not None and math.isfinite(n.loss)
+        ]
+        if len(losses) < (8 if end is None else 2):
             return None
-        first = max(loss for _, loss in kept[:3]) if end is None else next((x for _, x in kept if x > 0), 0.0)
-        last = min(loss for _, loss in kept[-3:]) if end is None else kept[-1][1]
+        first = (
+            max(loss for _, loss in losses[:3]) if end is None else next((x for _, x in losses if x > 0), 0.0)
+        )
+        last = min(loss for _, loss in losses[-3:]) if end is None else losses[-1][1]
         if not (first > 0 and last > (DIVERGED if end is None else _BLOWN) * max(first, 1e-3)):
             return None
-        at = next(place for place, (_, loss) in enumerate(kept) if loss > 10 * first)
-        return kept[max(0, at - 1)][0], first, last
+        at = next(place for place, (_, loss) in enumerate(losses) if loss > 10 * first)
+        return losses[max(0, at - 1)][0], first, last
 
     def blew_up(self, at: int) -> bool:
         """Whether the loss diverged after the step with this index, or its update was large enough for that.
 
         Up to that step, where inputs have grown since. A loss that is not finite ends what counts.
         """
-        wrong = (i for i, n in enumerate(self.notes) if i > at and n.loss and not math.isfinite(n.loss))
-        end = next(wrong, len(self.notes))
+        indices = (i for i, n in enumerate(self.notes) if i > at and n.loss and not math.isfinite(n.loss))
+        end = next(indices, len(self.notes))
         losses = [abs(n.loss) if n.loss and math.isfinite(n.loss) else 0.0 for n in self.notes[:end]]
         most = dict[str, float]()
         for note in self.notes[:at]:
@@ -277,9 +281,9 @@ class Ledger:
     def only_skipped(self, index: int) -> bool:
         """Whether a step was bad only in that its update was skipped, and later ones were made."""
         note = self.notes[index]
-        return note.skipped and note.bad != "loss" and not note.spoiled and self.settled(index)
+        return note.skipped and note.bad != "loss" and not note.lasting_damage and self.is_recovered(index)
 
-    def grown(self) -> float:
+    def weight_growth(self) -> float:
         """Return the factor by which the weights have grown since the first step, while they were finite."""
         sizes = [note.size for note in self.notes if note.size > 0 and math.isfinite(note.size)]
         return max(sizes) / sizes[0] if sizes else 1.0
@@ -323,7 +327,7 @@ def note_conversions(stack: ExitStack, flushes: list[Flush]) -> None:
     apply, inside = torchs._apply, False
 
     @contextmanager
-    def watched(model: nn.Module) -> Generator[None]:
+    def compare_around(model: nn.Module) -> Generator[None]:
         """Compare the parameters before and after the block; only the outermost does."""
         nonlocal inside
         if inside:
@@ -336,25 +340,27 @@ def note_conversions(stack: ExitStack, flushes: list[Flush]) -> None:
             yield
         finally:
             inside = False
-        _, file, line = look()
+        _, file, line = call_site()
         modules = dict(model.named_modules())
         for name, new in model.named_parameters():
-            found = _lost_values(fqn(name), before[name], new.detach()) if name in before else None
-            if found is not None:
+            lost_values = (
+                _count_lost_values(fqn(name), before[name], new.detach()) if name in before else None
+            )
+            if lost_values is not None:
                 owner = name.rpartition(".")[0]
                 kind = type(modules[owner]).__name__ if owner in modules else ""
-                flushes.append(Flush(fqn(name), *found, OpLocation(fqn(owner), kind, None, file, line)))
+                flushes.append(Flush(fqn(name), *lost_values, OpLocation(fqn(owner), kind, None, file, line)))
 
-    def applied(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with watched(module):
+    def apply_and_compare(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with compare_around(module):
             return apply(module, *args, **kwargs)
 
-    conversion.around.append(watched)
-    stack.callback(conversion.around.remove, watched)
-    stack.enter_context(with_attributes(torchs, _apply=applied))
+    conversion.conversion_listeners.append(compare_around)
+    stack.callback(conversion.conversion_listeners.remove, compare_around)
+    stack.enter_context(with_attributes(torchs, _apply=apply_and_compare))
 
 
-def _lost_values(name: str, old: Tensor, new: Tensor) -> tuple[int, Cause] | None:
+def _count_lost_values(name: str, old: Tensor, new: Tensor) -> tuple[int, Cause] | None:
     """Count values of a parameter that became infinite in another dtype, or (if most did) zero; say why."""
     count = int(torch.count_nonzero(old)) if old.dtype != new.dtype else 0
     if count == 0:
@@ -362,13 +368,13 @@ def _lost_values(name: str, old: Tensor, new: Tensor) -> tuple[int, Cause] | Non
     amax, fmt = float(largest_of(old)), format_of(new.dtype)
     infinite = int(torch.isinf(new).sum())
     lost = count - int(torch.count_nonzero(new)) + infinite
-    told = f"{lost} of the {count} values of {name} (up to {amax:.3g}) became"
+    text = f"{lost} of the {count} values of {name} (up to {amax:.3g}) became"
     if infinite and math.isfinite(amax):
-        return lost, Cause("range", f"range: {told} infinite in {fmt.name}, which ends at {fmt.max:.5g}")
+        return lost, Cause("range", f"range: {text} infinite in {fmt.name}, which ends at {fmt.max:.5g}")
     if lost - infinite < (1 - _LOST) * count:
         return None
     smallest = f"whose smallest value is {fmt.smallest_subnormal:.3g}"
-    return lost, Cause("precision", f"precision: {told} zero in {fmt.name}, {smallest}")
+    return lost, Cause("precision", f"precision: {text} zero in {fmt.name}, {smallest}")
 
 
 #: Share of the updates that rounding swallows beyond which a model does not train.
@@ -387,31 +393,31 @@ def all_faults(ledger: Ledger, traced: Sequence[Fault]) -> list[Fault]:
     Faults masked by another come last, before them those that a lower loss scale cures; else the earliest
     leads.
     """
-    sound = ledger.broken() is None
-    found = [*traced, *quiet_faults(ledger)] if sound else with_roots(ledger, traced)
-    return sorted(found, key=lambda f: (f.behind, f.of_the_scale, f.phase != "prepare", f.step))
+    sound = ledger.first_broken_step() is None
+    faults = [*traced, *quiet_faults(ledger)] if sound else with_roots(ledger, traced)
+    return sorted(faults, key=lambda f: (f.behind, f.of_the_scale, f.phase != "prepare", f.step))
 
 
 def quiet_faults(ledger: Ledger) -> list[Fault]:
     """Return the faults in the notes of a run without lasting damage, the earliest first."""
-    found = _flushed(ledger)
-    spike, grown = ledger.spike(), ledger.diverged()
+    faults = _find_lost_values(ledger)
+    spike, grown = ledger.spike(), ledger.find_divergence()
     if spike is not None:
-        found.append(_spike(ledger, spike))
+        faults.append(_spike(ledger, spike))
     shares = [note.share for note in ledger.lost]
     share = statistics.median(shares) if len(shares) >= 2 else 0.0
     still = [note for note in ledger.lost if note.worst_share >= _ALL_LOST and note.dtype != "fp32"]
     if share >= _ALL_LOST or (len(still) >= 2 and len(still) == len(ledger.lost)):
-        found.append(_lost(ledger, share))
-    found += [*_uncleared(ledger), *_without_moments(ledger)]
+        faults.append(_lost_updates_fault(ledger, share))
+    faults += [*_find_uncleared(ledger), *_without_moments(ledger)]
     if ledger.too_long():
-        found.append(_shot(ledger))
+        faults.append(_overshoot_fault(ledger))
     elif grown is not None and spike is None and not any(note.bad for note in ledger.notes):
-        found.append(_diverged(ledger, *grown))
-    return found
+        faults.append(_divergence_fault(ledger, *grown))
+    return faults
 
 
-def _uncleared(ledger: Ledger) -> list[Fault]:
+def _find_uncleared(ledger: Ledger) -> list[Fault]:
     """Return the fault of gradients that nobody clears, where it happens in most steps."""
     stale = [note for note in ledger.notes if note.stale]
     if len(stale) < 3 or len(stale) < ledger.iterations // 2:
@@ -431,7 +437,7 @@ def _without_moments(ledger: Ledger) -> list[Fault]:
     return [_fault(note, "precision", f"{note.flushed}: the update divides by epsilon alone", cure)]
 
 
-def _shot(ledger: Ledger) -> Fault:
+def _overshoot_fault(ledger: Ledger) -> Fault:
     note = ledger.notes[0]
     rate = max(note.rates, default=0.0)
     at = f" of {rate:g}" if rate else ""
@@ -445,31 +451,31 @@ def _shot(ledger: Ledger) -> Fault:
 
 def with_roots(ledger: Ledger, faults: Sequence[Fault]) -> list[Fault]:
     """Return the faults of a run with lasting damage, with the update or growing loss that led to each."""
-    ledger = ledger.until(ledger.broken())
-    found = [*_flushed(ledger), *_uncleared(ledger)]
+    ledger = ledger.until(ledger.first_broken_step())
+    noted_faults = [*_find_lost_values(ledger), *_find_uncleared(ledger)]
     root = _root(ledger, faults)
     after = root.step if root is not None else math.inf
     came_of_it = [f for f in faults if f.step >= after and f.cause.kind not in ("data", "learning rate")]
     if root is None or not came_of_it:
-        return [*found, *faults]
+        return [*noted_faults, *faults]
     root.led_to = came_of_it[0]
-    return [*found, root, *(f for f in faults if all(f is not one for one in came_of_it))]
+    return [*noted_faults, root, *(f for f in faults if all(f is not other for other in came_of_it))]
 
 
 def _root(ledger: Ledger, faults: Sequence[Fault]) -> Fault | None:
     """Return the step that took a run out of range, by its update or because its loss grew from there."""
     out_of_range = any(f.cause.kind == "range" and not f.cause.weight for f in faults)
     if ledger.too_long():
-        return _shot(ledger)
-    spike, grown = ledger.spike(), ledger.diverged()
+        return _overshoot_fault(ledger)
+    spike, grown = ledger.spike(), ledger.find_divergence()
     if spike is not None and (grown is None or spike <= grown[0]):
         root = _spike(ledger, spike)
         telling = root.cause.kind == "learning rate" or (out_of_range and not ledger.notes[spike].bad)
         return root if telling else None
-    return _diverged(ledger, *grown) if grown is not None and out_of_range else None
+    return _divergence_fault(ledger, *grown) if grown is not None and out_of_range else None
 
 
-def _flushed(ledger: Ledger) -> list[Fault]:
+def _find_lost_values(ledger: Ledger) -> list[Fault]:
     """Return the fault of the conversion that lost most values of a parameter."""
     flushes = ledger.flushes
     if not flushes:
@@ -494,9 +500,9 @@ def _spike(ledger: Ledger, index: int) -> Fault:
     jumped = [place for place, old in enumerate(most) if note.rates[place] > 30 * old]
     if jumped:
         return _jump(note, jumped[0], most, usual[-1], tail)
-    name, told = ledger.outlier(note.number)
-    if told:
-        return _fault(note, "data", f"{told}, and {tail}", smaller_data(name), clip)
+    name, text = ledger.outlier(note.number)
+    if text:
+        return _fault(note, "data", f"{text}, and {tail}", smaller_data(name), clip)
     usually = statistics.median(n.gradient for n in before)
     if note.gradient <= usually:
         return _small_divisor(note, tail, usually)
@@ -538,7 +544,7 @@ def _small_divisor(note: Note, tail: str, usually: float) -> Fault:
     return _fault(note, "divergence", text, cure)
 
 
-def _lost(ledger: Ledger, share: float) -> Fault:
+def _lost_updates_fault(ledger: Ledger, share: float) -> Fault:
     """Return the fault of updates lost in most weights, or in most weights of one tensor."""
     of_all = share >= _ALL_LOST
     first = next(note for note in ledger.lost if (note.share if of_all else note.worst_share) >= _ALL_LOST)
@@ -560,16 +566,16 @@ def _lost(ledger: Ledger, share: float) -> Fault:
 _GROWN = 4
 
 
-def _diverged(ledger: Ledger, index: int, first: float, last: float) -> Fault:
+def _divergence_fault(ledger: Ledger, index: int, first: float, last: float) -> Fault:
     note = ledger.notes[index]
     rate = note.rates[0] if note.rates else 0.0
     decay = max((k.weight_decay * r for k, r in zip(note.knobs, note.rates)), default=0.0)
     tail = f"the loss grew from {first:.3g} to {last:.3g}"
     if decay > 2:
-        wrong = max(k.weight_decay for k in note.knobs)
-        text = f"{tail}: weight decay {wrong:g} times the learning rate is {decay:.3g}; beyond 2 it enlarges"
+        value = max(k.weight_decay for k in note.knobs)
+        text = f"{tail}: weight decay {value:g} times the learning rate is {decay:.3g}; beyond 2 it enlarges"
         cure = Cure("advice", "lower the weight decay", "weight_decay=0.01")
-    elif ledger.grown() < _GROWN:
+    elif ledger.weight_growth() < _GROWN:
         text = f"{tail}, and the weights did not: what they are compared with did, or what they are given"
         cure = Cure("advice", "look at what makes the targets: an average, another model, the data")
     else:

@@ -1,8 +1,8 @@
 """Run a script in a process of its own, and fork it so that its steps can be run again.
 
 A function with its order, which can be pickled, runs in a copy of this process where that is safe, else in a
-fresh one. `Copies.hold()` forks a running process: it returns in the run itself, and in each copy that is
-asked for later. A copy goes on from that line with everything as it was (data iterators, Python's own
+fresh one. `Copies.fork_here()` forks a running process: it returns in the run itself, and in each copy that
+is asked for later. A copy goes on from that line with everything as it was (data iterators, Python's own
 variables, random state), does what its order says and leaves with `answer`. Processes that have used an
 accelerator cannot be forked.
 """
@@ -37,7 +37,7 @@ from torch import Tensor
 
 from halfstep.doctor.document import Document
 from halfstep.doctor.ledger import Ledger
-from halfstep.numerics.fault import Again, Seen, Suspect
+from halfstep.numerics.fault import RerunRequest, RerunResult, SuspectStep
 from halfstep.numerics.tape import is_users
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Order:
-    """A script to run for `steps` iterations (0: to its end), or, with `again`, until that part has been run.
+    """A script to run for `steps` iterations (0: to its end), or, with `request`, until that has been run.
 
     `copies`: whether the run may be copied; `forked`: whether its process is a copy of the first one's.
     `text`: what to run in place of what the file holds.
@@ -56,21 +56,21 @@ class Order:
     args: tuple[str, ...]
     steps: int
     seed: int
-    again: Again | None = None
+    request: RerunRequest | None = None
     copies: bool = True
     forked: bool = False
     text: str | None = None
 
 
 @dataclass
-class Found:
-    """Findings of a run: a document without faults, the notes of the run, what its copies showed (`seen`),
-    and the steps that could not be rerun (`unseen`)."""
+class RunFindings:
+    """Findings of a run: a document without faults, the notes of the run, what its copies showed (`result`),
+    and the steps that could not be rerun (`unchecked_steps`)."""
 
     document: Document
     ledger: Ledger
-    seen: Seen = field(default_factory=Seen)
-    unseen: list[Suspect] = field(default_factory=list[Suspect])
+    rerun_result: RerunResult = field(default_factory=RerunResult)
+    unchecked_steps: list[SuspectStep] = field(default_factory=list[SuspectStep])
 
     @property
     def first_bad(self) -> int | None:
@@ -94,7 +94,7 @@ def can_fork() -> bool:
     return not (torch.distributed.is_available() and torch.distributed.is_initialized())
 
 
-class Copies:
+class ForkPoint:
     """A fork of the process at the beginning of the latest step, from which copies run it again.
 
     The fork is a child that waits until it is asked.
@@ -102,13 +102,13 @@ class Copies:
 
     def __init__(self, examiner: Examiner) -> None:
         self._examiner = examiner
-        self._may = examiner.order.copies and examiner.order.again is None and can_fork()
+        self._may = examiner.order.copies and examiner.order.request is None and can_fork()
         self._held: tuple[int, Connection] | None = None
         self._asker: Connection | None = None
         self._began = self._latest = time.monotonic()
         self._took = 0.0
 
-    def hold(self, freely: bool = True) -> None:
+    def fork_here(self, freely: bool = True) -> None:
         """Fork the process here; without `freely` only if the last fork is not recent.
 
         Returns in each copy as well, whose examiner knows by then what to run again.
@@ -122,25 +122,25 @@ class Copies:
         child = os.fork()
         if not child:
             ours.close()
-            again = _wait_for_orders(theirs)
+            request = _wait_for_orders(theirs)
             self._may, self._held, self._asker = False, None, theirs
-            self._examiner.become_copy(again)
+            self._examiner.run_as_copy(request)
             return
         theirs.close()
         self._held = child, ours
         self._latest = time.monotonic()
         self._took = self._latest - began
 
-    def run(self, again: Again) -> Seen | None:
+    def run(self, request: RerunRequest) -> RerunResult | None:
         """Return the result of a copy that goes on from the fork; it cannot begin at the start.
 
         None too if the copy fails or takes too long.
         """
-        if self._held is None or again.from_start:
+        if self._held is None or request.from_start:
             return None
         try:
-            self._held[1].send_bytes(pickled(again))
-            return _received(self._held[1], SECONDS + 5)
+            self._held[1].send_bytes(to_bytes(request))
+            return _receive(self._held[1], SECONDS + 5)
         except (EOFError, OSError):
             return None
 
@@ -148,7 +148,7 @@ class Copies:
         """Send a copy's result and end it, without its exit handlers."""
         if self._asker is not None:
             with contextlib.suppress(OSError):
-                self._asker.send_bytes(pickled(value))
+                self._asker.send_bytes(to_bytes(value))
             os._exit(0)
 
     def close(self) -> None:
@@ -158,18 +158,18 @@ class Copies:
         child, ours = self._held
         self._held = None
         with contextlib.suppress(OSError):
-            ours.send_bytes(pickled(None))  # workers that were started since hold this pipe open too
+            ours.send_bytes(to_bytes(None))  # workers that were started since hold this pipe open too
         ours.close()
         with contextlib.suppress(ChildProcessError):
             os.waitpid(child, 0)
 
 
-def _received(end: Connection, seconds: float | None) -> Any:
+def _receive(end: Connection, seconds: float | None) -> Any:
     """Receive what comes within so many seconds, else None."""
     return pickle.loads(end.recv_bytes()) if end.poll(seconds) else None
 
 
-def _wait_for_orders(end: Connection) -> Again:
+def _wait_for_orders(end: Connection) -> RerunRequest:
     """Fork a copy for each order, in the waiting child; returns in the copies only."""
     try:
         run = os.getppid()
@@ -177,14 +177,14 @@ def _wait_for_orders(end: Connection) -> Again:
             while not end.poll(2.0):
                 if os.getppid() != run:
                     os._exit(0)
-            order = _received(end, None)
+            order = _receive(end, None)
             if order is None:
                 os._exit(0)
             copy = os.fork()
             if copy == 0:
                 break
             if os.waitpid(copy, 0)[1]:
-                end.send_bytes(pickled(None))
+                end.send_bytes(to_bytes(None))
     except BaseException:
         os._exit(1)
     signal.alarm(SECONDS)  # the default action ends a copy that hangs
@@ -208,11 +208,11 @@ def replace(stack: contextlib.ExitStack, owner: Any, name: str, instead: Callabl
     """Replace a function or method by `instead(function, *arguments)` until the stack closes."""
     function = getattr(owner, name)
 
-    def called(*args: Any, **kwargs: Any) -> Any:
+    def call_instead(*args: Any, **kwargs: Any) -> Any:
         return instead(function, *args, **kwargs)
 
     stack.callback(setattr, owner, name, function)
-    setattr(owner, name, called)
+    setattr(owner, name, call_instead)
 
 
 class Enough(BaseException):
@@ -245,10 +245,10 @@ def run_main(script: str, args: Sequence[str], text: str | None = None) -> BaseE
 
 def in_words(error: BaseException, steps: int) -> str:
     """Describe a script's error in a line, with the user's line."""
-    said = (str(error).splitlines() or ["no message"])[0]
+    message = (str(error).splitlines() or ["no message"])[0]
     frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     where = next((f" ({Path(file).name}:{line})" for file, line in reversed(frames) if is_users(file)), "")
-    return f"{type(error).__name__} after {steps} steps: {said}{where}"
+    return f"{type(error).__name__} after {steps} steps: {message}{where}"
 
 
 class _Pickler(pickle.Pickler):
@@ -261,7 +261,7 @@ class _Pickler(pickle.Pickler):
         return NotImplemented
 
 
-def pickled(value: Any) -> bytes:
+def to_bytes(value: Any) -> bytes:
     """Return a value as bytes for another process."""
     out = io.BytesIO()
     _Pickler(out, pickle.HIGHEST_PROTOCOL).dump(value)
@@ -276,7 +276,7 @@ def carry_out(folder: str, pipe: str = "") -> None:
     if pipe:
         _end_with(int(pipe))
     run = pickle.loads((Path(folder) / "run").read_bytes())
-    (Path(folder) / "found").write_bytes(pickled(run()))
+    (Path(folder) / "found").write_bytes(to_bytes(run()))
 
 
 def can_copy() -> bool:
@@ -311,19 +311,19 @@ def run_in_process(
     ours, theirs = os.pipe()[::-1]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        (folder / "run").write_bytes(pickled(run))
+        (folder / "run").write_bytes(to_bytes(run))
         with (folder / "said").open("wb") as errors:
             child: Any
             if forked:
-                given = name, errors.fileno(), ours, theirs
-                child = multiprocessing.get_context("fork").Process(target=_in_copy, args=given)
+                arguments = name, errors.fileno(), ours, theirs
+                child = multiprocessing.get_context("fork").Process(target=_in_copy, args=arguments)
                 child.start()
                 join = child.join
             else:
-                own: dict[str, Any] = {"pass_fds": [theirs], "start_new_session": True} if posix else {}
+                options: dict[str, Any] = {"pass_fds": [theirs], "start_new_session": True} if posix else {}
                 child = subprocess.Popen(
                     [sys.executable, "-c", _START, name, *([str(theirs)] if posix else [])],
-                    stdout=subprocess.DEVNULL, stderr=errors, env=environment, **own,
+                    stdout=subprocess.DEVNULL, stderr=errors, env=environment, **options,
                 )  # fmt: skip
                 join = child.wait
             try:
@@ -342,11 +342,11 @@ def run_in_process(
                 os.close(ours)
                 os.close(theirs)
         result = folder / "found"
-        found = pickle.loads(result.read_bytes()) if result.exists() else None
-        said = (folder / "said").read_text(encoding="utf-8", errors="replace")
+        value = pickle.loads(result.read_bytes()) if result.exists() else None
+        stderr = (folder / "said").read_text(encoding="utf-8", errors="replace")
     if interrupted:
-        raise KeyboardInterrupt if found is None else Interrupted(found, said)
-    return found, said
+        raise KeyboardInterrupt if value is None else Interrupted(value, stderr)
+    return value, stderr
 
 
 def _end_with(pipe: int) -> None:

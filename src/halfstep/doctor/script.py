@@ -1,7 +1,7 @@
 """Examine a script: run it watched in a process of its own, and rerun steps of it under the tape.
 
-The script is not changed. Where a run can be copied (see `process.Copies`), copies of it tape the steps that
-matter and try the cures while it runs. What they could not do is done afterwards in runs from the start,
+The script is not changed. Where a run can be copied (see `process.ForkPoint`), copies of it tape the steps
+that matter and try the cures while it runs. What they could not do is done afterwards in runs from the start,
 which do the same up to that step; where nothing can be copied, that is everything. Over ranks of torchrun
 each runs the script in a process of its own, which meet at a new port in each run; all ranks get the same
 findings, so all decide the same next run, and the findings of all become one verdict.
@@ -23,12 +23,12 @@ import torch.distributed as dist
 
 from halfstep.distributed import gather, rank, world_size
 from halfstep.doctor.document import INTERRUPT, Document, keep_latest
-from halfstep.doctor.edit import as_diff, mended, planned
+from halfstep.doctor.edit import as_diff, mend_script, write_plan
 from halfstep.doctor.in_script import run_order
 from halfstep.doctor.ledger import Ledger, all_faults, beside, smaller_data
-from halfstep.doctor.process import Found, Interrupted, Order, run_in_process
+from halfstep.doctor.process import Interrupted, Order, RunFindings, run_in_process
 from halfstep.errors import ConfigError
-from halfstep.numerics.fault import Again, Fault, Inquiry, Seen, Suspect
+from halfstep.numerics.fault import Fault, Investigation, RerunRequest, RerunResult, SuspectStep
 
 _PHASES = ("prepare", "forward", "backward", "optimizer")
 #: What a rank says whose partner is gone: it is not where things went wrong.
@@ -41,39 +41,39 @@ def meeting_place() -> dict[str, str]:
     """Return the environment by which the script's processes find each other, the same on all ranks."""
     if world_size() == 1:
         return dict(os.environ)
-    told: list[Any] = [None]
+    ports: list[Any] = [None]
     if rank() == 0:
         with socket.socket() as free:
             free.bind(("", 0))
-            told = [free.getsockname()[1]]
-    dist.broadcast_object_list(told, src=0)
-    return {**os.environ, "MASTER_PORT": str(told[0]), "TORCHELASTIC_USE_AGENT_STORE": "False"}
+            ports = [free.getsockname()[1]]
+    dist.broadcast_object_list(ports, src=0)
+    return {**os.environ, "MASTER_PORT": str(ports[0]), "TORCHELASTIC_USE_AGENT_STORE": "False"}
 
 
-def from_all(found: Found | str) -> list[Found]:
+def from_all(run_findings: RunFindings | str) -> list[RunFindings]:
     """Return the findings of all ranks, on each; ConfigError where a rank could not be run (a str)."""
-    everyone: list[Found | str] = gather(found)
-    wrong = {number: one for number, one in enumerate(everyone) if isinstance(one, str)}
-    if wrong:
-        first = min(wrong, key=lambda number: (_is_left_alone(wrong[number]), number))
-        raise ConfigError(_by_rank(first, wrong[first]))
-    return [one for one in everyone if isinstance(one, Found)]
+    everyone: list[RunFindings | str] = gather(run_findings)
+    errors = {number: entry for number, entry in enumerate(everyone) if isinstance(entry, str)}
+    if errors:
+        first = min(errors, key=lambda number: (_is_left_alone(errors[number]), number))
+        raise ConfigError(_by_rank(first, errors[first]))
+    return [entry for entry in everyone if isinstance(entry, RunFindings)]
 
 
-def seen_by_all(seen: Seen | None) -> Seen | None:
+def merge_results(rerun_result: RerunResult | None) -> RerunResult | None:
     """Merge the results of a rerun over ranks; None where one of them could not run."""
-    everyone: list[Seen] = [one for one in gather(seen) if one is not None]
+    everyone: list[RerunResult] = [entry for entry in gather(rerun_result) if entry is not None]
     if len(everyone) < world_size():
         return None
-    return Seen(
-        faults=origins([one.faults for one in everyone]),
+    return RerunResult(
+        faults=origins([entry.faults for entry in everyone]),
         counts=everyone[0].counts,
-        lint=list(dict.fromkeys(finding for one in everyone for finding in one.lint)),
-        bad_at=min((one.bad_at for one in everyone if one.bad_at is not None), default=None),
-        applied=all(one.applied for one in everyone),
-        falls=any(one.falls for one in everyone),
-        settles=all(one.settles or one.bad_at is None for one in everyone),
-        steps=min(one.steps for one in everyone),
+        lint=list(dict.fromkeys(finding for entry in everyone for finding in entry.lint)),
+        bad_at=min((entry.bad_at for entry in everyone if entry.bad_at is not None), default=None),
+        applied=all(entry.applied for entry in everyone),
+        falls=any(entry.falls for entry in everyone),
+        recovers=all(entry.recovers or entry.bad_at is None for entry in everyone),
+        steps=min(entry.steps for entry in everyone),
     )
 
 
@@ -84,12 +84,14 @@ def one_document(everyone: Sequence[Document]) -> Document:
         return first
     errors = [(_is_left_alone(d.error), d.steps, r, d.error) for r, d in enumerate(everyone) if d.error]
     first.error = _by_rank(min(errors)[2], min(errors)[3]) if errors else None
-    first.steps = min(one.steps for one in everyone)
-    first.losses = [sum(losses) / len(everyone) for losses in zip(*(one.losses for one in everyone))]
-    first.bad = origins([one.bad for one in everyone])
-    first.lint = list(dict.fromkeys(finding for one in everyone for finding in one.lint))
-    first.warnings = list(dict.fromkeys(text for one in everyone for text in one.warnings))
-    first.lost = [row for one in everyone for row in one.lost]
+    first.steps = min(document.steps for document in everyone)
+    first.losses = [
+        sum(losses) / len(everyone) for losses in zip(*(document.losses for document in everyone))
+    ]
+    first.bad = origins([document.bad for document in everyone])
+    first.lint = list(dict.fromkeys(finding for document in everyone for finding in document.lint))
+    first.warnings = list(dict.fromkeys(text for document in everyone for text in document.warnings))
+    first.lost = [row for document in everyone for row in document.lost]
     where = {fault.rank for fault in first.bad[:1]} - {None}
     first.beside = everyone[where.pop() or 0].beside if where else first.beside
     return first
@@ -104,21 +106,21 @@ def origins(by_rank: Sequence[Sequence[Fault]]) -> list[Fault]:
     """Return the faults of each step where they began: a gradient from other ranks is bad on every rank."""
     if len(by_rank) == 1:
         return list(by_rank[0])
-    kept: list[Fault] = []
+    first_faults: list[Fault] = []
     steps = sorted({fault.step for faults in by_rank for fault in faults})
     for step in steps:
-        here = [(r, f) for r, faults in enumerate(by_rank) for f in faults if f.step == step]
-        earliest = min(_order(fault) for _, fault in here)
-        for number, fault in here:
+        step_faults = [(r, f) for r, faults in enumerate(by_rank) for f in faults if f.step == step]
+        earliest = min(_order(fault) for _, fault in step_faults)
+        for number, fault in step_faults:
             if _order(fault) != earliest and not fault.behind:
                 continue
-            twin = next((f for f in kept if f.step == step and f.same_as(fault)), None)
+            twin = next((f for f in first_faults if f.step == step and f.same_as(fault)), None)
             if twin is None:
                 fault.rank = number
-                kept.append(fault)
+                first_faults.append(fault)
             elif twin.rank != number:
                 twin.rank = None  # of more ranks than one
-    return kept
+    return first_faults
 
 
 def _order(fault: Fault) -> tuple[int, bool]:
@@ -149,7 +151,7 @@ def examine_script(
     diff: bool = False,
     plan: bool = False,
 ) -> Document:
-    """Run the script and return what was found; without `copies` each rerun starts the script anew.
+    """Run the script and return what was found; without `copies` each rerun starts the script again.
 
     `forked`: runs are copies of this process (see `process.can_copy`), which saves loading torch once more.
     `label`: what errors call it, in place of its path. `diff`, `plan`: write the cures that work into the
@@ -169,16 +171,18 @@ def examine_script(
         findings = lint_source(text, path.name)
     except (SyntaxError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not a Python script: {error}") from error
-    alone = world_size() == 1
-    order = Order(str(path), tuple(args), steps, seed, copies=copies and alone, forked=forked and alone)
-    document = _examined(order, label or str(path))
+    single_rank = world_size() == 1
+    order = Order(
+        str(path), tuple(args), steps, seed, copies=copies and single_rank, forked=forked and single_rank
+    )
+    document = _examine(order, label or str(path))
     document.lint = [*dict.fromkeys(findings), *document.lint]
-    attempt = partial(_tried, order, document)
+    attempt = partial(_examine_text, order, document)
     try:
         if document.ended_by == INTERRUPT:
             raise KeyboardInterrupt
-        document.diff = as_diff(path, text, mended(text, document, attempt)) if diff else ""
-        document.plan = planned(text, document, attempt) if plan else ""
+        document.diff = as_diff(path, text, mend_script(text, document, attempt)) if diff else ""
+        document.plan = write_plan(text, document, attempt) if plan else ""
     except KeyboardInterrupt:
         document.ended_by = INTERRUPT
     if (diff or plan) and document.ended_by == INTERRUPT:
@@ -190,75 +194,82 @@ def examine_script(
     return document
 
 
-def _tried(order: Order, document: Document, text: str) -> Document | None:
+def _examine_text(order: Order, document: Document, text: str) -> Document | None:
     """Examine another text of the script; None where it does not run as far as the script itself."""
     try:
-        found = _examined(dataclasses.replace(order, text=text), order.script)
+        result = _examine(dataclasses.replace(order, text=text), order.script)
     except ConfigError:
         return None
-    if found.ended_by == INTERRUPT:
+    if result.ended_by == INTERRUPT:
         raise KeyboardInterrupt
-    through = found.error is None or found.error == document.error
-    return found if through and found.steps >= document.steps else None
+    through = result.error is None or result.error == document.error
+    return result if through and result.steps >= document.steps else None
 
 
-def _examined(order: Order, label: str) -> Document:
+def _examine(order: Order, label: str) -> Document:
     everyone = from_all(_first_run(order, label))
-    own = everyone[rank()]
-    anew = Anew(order)
-    anew.interrupted = any(one.document.ended_by == INTERRUPT for one in everyone)
-    inquiry = Inquiry(anew, order.steps or len(own.ledger.notes), own.seen)
-    unseen = sorted((s for one in everyone for s in one.unseen), key=lambda s: (bool(s.bad), s.spoiled))
-    by_index = {suspect.index: suspect for suspect in unseen}  # the gravest of each step
+    local_findings = everyone[rank()]
+    rerun = FreshProcess(order)
+    rerun.interrupted = any(entry.document.ended_by == INTERRUPT for entry in everyone)
+    inquiry = Investigation(
+        rerun, order.steps or len(local_findings.ledger.notes), local_findings.rerun_result
+    )
+    unchecked_steps = sorted(
+        (s for entry in everyone for s in entry.unchecked_steps),
+        key=lambda s: (bool(s.bad), s.lasting_damage),
+    )
+    by_index = {suspect.index: suspect for suspect in unchecked_steps}  # the gravest of each step
     for index in sorted(by_index):
-        inquiry.look(by_index[index])
-    count = len(own.ledger.notes)
-    bad = [one.first_bad for one in everyone if one.first_bad is not None]
-    if not (inquiry.seen.counts or bad) and count:
+        inquiry.rerun(by_index[index])
+    count = len(local_findings.ledger.notes)
+    bad = [entry.first_bad for entry in everyone if entry.first_bad is not None]
+    if not (inquiry.rerun_result.counts or bad) and count:
         index = min(1, count - 1)
-        inquiry.look(Suspect(index, own.ledger.notes[index].number))
-    documents = [_composed(one, of_rank(inquiry.seen.faults, r)) for r, one in enumerate(everyone)]
+        inquiry.rerun(SuspectStep(index, local_findings.ledger.notes[index].number))
+    documents = [
+        _compose_document(entry, of_rank(inquiry.rerun_result.faults, r)) for r, entry in enumerate(everyone)
+    ]
     document = one_document(documents)
-    document.counts, document.notes = inquiry.seen.counts, [] if anew.interrupted else inquiry.notes
-    document.lint = list(dict.fromkeys(inquiry.seen.lint))
-    if document.steps == 0 and anew.interrupted:
+    document.counts, document.notes = inquiry.rerun_result.counts, [] if rerun.interrupted else inquiry.notes
+    document.lint = list(dict.fromkeys(inquiry.rerun_result.lint))
+    if document.steps == 0 and rerun.interrupted:
         raise KeyboardInterrupt
     if document.steps == 0 and not document.bad:
         why = document.error or "it ended without stepping an optimizer, GradScaler or Session"
         raise ConfigError(f"{label} took no training step: {why}")
     index = min(bad, default=min(4, count - 1))
     for fault in document.bad:
-        at = own.ledger.index_of(fault.step)
+        at = local_findings.ledger.index_of(fault.step)
         after = 0 if fault.behind else at  # a step that did not come so in the run itself has none after it
-        fault.harmless = fault.of_the_scale and all(one.ledger.settled(after) for one in everyone)
+        fault.harmless = fault.of_the_scale and all(entry.ledger.is_recovered(after) for entry in everyone)
         if not fault.harmless:
             inquiry.try_from_start(fault, max(index, at), whole=not bad)
-    document.ended_by = INTERRUPT if anew.interrupted else document.ended_by
+    document.ended_by = INTERRUPT if rerun.interrupted else document.ended_by
     return document
 
 
-class Anew:
+class FreshProcess:
     """Reruns the script from its start, on every rank in a process of its own."""
 
     def __init__(self, order: Order) -> None:
         self._order = order
         self.interrupted = False
 
-    def run(self, again: Again) -> Seen | None:
+    def run(self, request: RerunRequest) -> RerunResult | None:
         """Return the result of the steps to run again, over all ranks; nothing runs any more after Ctrl-C."""
         if self.interrupted:
             return None
-        order = dataclasses.replace(self._order, again=again)
+        order = dataclasses.replace(self._order, request=request)
         try:
-            return seen_by_all(_in_process(order)[0])
+            return merge_results(_in_process(order)[0])
         except KeyboardInterrupt:
             self.interrupted = True
             return None
 
 
-def _composed(found: Found, traced: Sequence[Fault]) -> Document:
+def _compose_document(run_findings: RunFindings, traced: Sequence[Fault]) -> Document:
     """Return the document of a run with its faults, those on the tape and those in the notes."""
-    document, ledger = found.document, found.ledger
+    document, ledger = run_findings.document, run_findings.ledger
     document.bad = all_faults(ledger, traced)
     for fault in document.bad:
         _say_outlier(fault, ledger)
@@ -270,36 +281,36 @@ def _composed(found: Found, traced: Sequence[Fault]) -> Document:
 
 def _say_outlier(fault: Fault, ledger: Ledger) -> None:
     """Add the batch to a cause in forward or backward, where that batch is far too large."""
-    name, told = ledger.outlier(fault.step)
-    if not told or fault.phase not in ("forward", "backward") or fault.cause.kind == "data" or fault.harmless:
+    name, text = ledger.outlier(fault.step)
+    if not text or fault.phase not in ("forward", "backward") or fault.cause.kind == "data" or fault.harmless:
         return
-    fault.cause = fault.cause.and_also(told)
+    fault.cause = fault.cause.and_also(text)
     fault.cures.append(smaller_data(name))
 
 
 def _in_process(order: Order) -> tuple[Any, str]:
     run = partial(run_order, order)
-    return run_in_process(run, meeting_place(), order.forked, order.again is None)
+    return run_in_process(run, meeting_place(), order.forked, order.request is None)
 
 
-def _first_run(order: Order, label: str) -> Found | str:
+def _first_run(order: Order, label: str) -> RunFindings | str:
     """Run the script on this rank. A str says why there is no result."""
     try:
-        found, said = _in_process(order)
+        run_findings, stderr = _in_process(order)
     except Interrupted as ended:  # also where the script went on, or ended well
-        found, said = ended.args
-        found.document.ended_by = INTERRUPT
-    if found is None:
-        last = (said.strip().splitlines() or ["no message"])[-1]
+        run_findings, stderr = ended.args
+        run_findings.document.ended_by = INTERRUPT
+    if run_findings is None:
+        last = (stderr.strip().splitlines() or ["no message"])[-1]
         return f"{label} could not be run: {last}"
-    found.document.warnings = _warnings(said)
-    last = said.strip().rpartition("\n")[2]
-    error = found.document.error or SystemExit.__name__
-    if found.document.steps == 0 and error.startswith(SystemExit.__name__) and "error" in last:
-        found.document.error = (
+    run_findings.document.warnings = _warnings(stderr)
+    last = stderr.strip().rpartition("\n")[2]
+    error = run_findings.document.error or SystemExit.__name__
+    if run_findings.document.steps == 0 and error.startswith(SystemExit.__name__) and "error" in last:
+        run_findings.document.error = (
             f"it said {last!r}; its own options go after --: halfstep doctor {label} -- ..."
         )
-    return found
+    return run_findings
 
 
 def _warnings(text: str) -> list[str]:

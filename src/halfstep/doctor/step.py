@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from halfstep.doctor.document import Document
 from halfstep.errors import ConfigError, show
-from halfstep.numerics.snapshot import StepParticipants, listed
+from halfstep.numerics.snapshot import StepParticipants, as_list
 
 
 def examine(
@@ -47,18 +47,18 @@ def examine(
     if not callable(step):
         raise ConfigError(f"examine({show(step)}): expected a function that does one training step")
     document = Document(label, 0)
-    models, optimizers = listed(model), listed(optimizer)
-    parts = StepParticipants(step, [*models, *optimizers, *listed(session), *others])
+    models, optimizers = as_list(model), as_list(optimizer)
+    parts = StepParticipants(step, [*models, *optimizers, *as_list(session), *others])
     at_rest = findings_at_rest(parts, step)
     document.audit = Audit(row for row in audit(parts.models, parts.optimizers) if row not in at_rest)
     todo = [batch] if batch else []
     probe = LintProbe(parts.session)
-    for number, one in enumerate([*todo, *batches] or [()]):
-        if not isinstance(one, tuple | list):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ConfigError(f"a batch of type {type(one).__name__}: expected a tuple of step's arguments")
+    for number, args in enumerate([*todo, *batches] or [()]):
+        if not isinstance(args, tuple | list):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ConfigError(f"a batch of type {type(args).__name__}: expected a tuple of step's arguments")
         trace = trace_step(
-            step, *one, model=models, optimizer=optimizers, session=session, others=others,
-            underflow=True, observers=[probe.look],
+            step, *args, model=models, optimizer=optimizers, session=session, others=others,
+            underflow=True, observers=[probe.observe],
         )  # fmt: skip
         document.steps = number + 1
         document.counts = document.counts or trace.rows()
@@ -70,5 +70,5 @@ def examine(
             trace.bad.harmless = trace.bad.harmless and parts.scale_moves
             document.bad.append(trace.bad)
             break
-    document.lint = list(dict.fromkeys([*at_rest, *probe.found()]))
+    document.lint = list(dict.fromkeys([*at_rest, *probe.list_findings()]))
     return document

@@ -42,7 +42,7 @@ def kernels(needed: bool = True) -> Any:
     return models
 
 
-def kernels_worth(tensors: Sequence[Tensor]) -> Any:
+def kernels_if_worthwhile(tensors: Sequence[Tensor]) -> Any:
     """`kernels` where they can read these tensors and are worth their import, else None: torch does it."""
     fit = all(type(t) is Tensor and t.is_cpu and t.dtype in GRADS and t.is_contiguous() for t in tensors)
     return kernels(needed=False) if fit and sum(t.numel() for t in tensors) >= LEAST else None
@@ -113,7 +113,7 @@ def run_ranges(kernel: Callable[..., Any], sizes: Sequence[int], *args: Any) -> 
     """Call `kernel(first, last, *args)` over items 0..len(sizes)-1, in parts of about equal total size.
 
     They run in as many threads as torch uses. Numba's own `parallel=True` brings a second OpenMP runtime next
-    to torch's; these threads exist only while more than one is asked for, and anew in a forked child.
+    to torch's; these threads exist only while more than one is asked for, and again in a forked child.
     """
     threads = min(torch.get_num_threads(), len(sizes))
     if threads <= 1:
@@ -126,9 +126,9 @@ def run_ranges(kernel: Callable[..., Any], sizes: Sequence[int], *args: Any) -> 
             cuts.append(i + 1)
     cuts.append(len(sizes))
     parts = list(itertools.pairwise(cuts))
-    waiting = [_workers(threads - 1).submit(kernel, a, b, *args) for a, b in parts[1:] if a < b]
+    futures = [_workers(threads - 1).submit(kernel, a, b, *args) for a, b in parts[1:] if a < b]
     kernel(*parts[0], *args)
-    for future in waiting:
+    for future in futures:
         future.result()
 
 
@@ -138,24 +138,24 @@ def measure(grads: Sequence[Tensor], inv_scale: float) -> HostStats:
     Squares are added in float64, so that the norm, by which gradients are clipped, does not depend on how
     tensors are cut up.
     """
-    found: list[tuple[float, float]] = []
+    sums: list[tuple[float, float]] = []
     for dtype in dict.fromkeys(g.dtype for g in grads):
-        work, table = work_on([g for g in grads if g.dtype is dtype])
-        found.append(work.measure(GRADS[dtype], table))
-    return combined(found, inv_scale)
+        work, table = work_items_for([g for g in grads if g.dtype is dtype])
+        sums.append(work.measure(GRADS[dtype], table))
+    return combine(sums, inv_scale)
 
 
-def work_on(tensors: Sequence[Tensor]) -> tuple[WorkItems, Any]:
+def work_items_for(tensors: Sequence[Tensor]) -> tuple[WorkItems, Any]:
     """Return the work items and the table for measuring dense CPU tensors of one dtype."""
     table = np.zeros((3, len(tensors)), np.int64)
     table[2] = list(map(Tensor.data_ptr, tensors))
     return WorkItems(tuple(map(Tensor.numel, tensors))), table
 
 
-def combined(found: list[tuple[float, float]], inv_scale: float) -> HostStats:
+def combine(sums: list[tuple[float, float]], inv_scale: float) -> HostStats:
     """Combine the sums of several sets of gradients into stats; NaN wins over inf."""
-    total, largest = found[0] if found else (0.0, 0.0)
-    for squares, peak in found[1:]:
+    total, largest = sums[0] if sums else (0.0, 0.0)
+    for squares, peak in sums[1:]:
         total, largest = total + squares, float(np.maximum(largest, peak))
     norm, amax = as_float32(total**0.5 * inv_scale), as_float32(largest * inv_scale)
     return GradStats(math.isfinite(largest), norm, amax)

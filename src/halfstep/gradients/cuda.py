@@ -60,9 +60,9 @@ def _failure(device: torch.device) -> str:
         peaks, flags = room.view(torch.int32), room[4:].view(torch.uint8)
         launch(kernels().total, device, 1, room, peaks, 0, 1.0, None, flags, room, LANES=1024)
     except Exception as error:  # of a compiler, a linker, the driver or Triton itself
-        said = " ".join(str(error).split())[:300]
+        text = " ".join(str(error).split())[:300]
         return (
-            f"a machine where Triton cannot compile or launch a kernel ({type(error).__name__}: {said}): it "
+            f"a machine where Triton cannot compile or launch a kernel ({type(error).__name__}: {text}): it "
             "needs a C compiler (gcc or clang), the headers of Python (python3-dev) and NVIDIA's driver"
         )
     return ""

@@ -150,8 +150,8 @@ class Outcome:
 
     def _tensors(self) -> dict[str, Tensor]:
         """Return the values that are tensors, the widest first, so that the bytes of each are aligned."""
-        held = {name: v for name, v in self._values.items() if isinstance(v, Tensor)}
-        return dict(sorted(held.items(), key=lambda one: -one[1].element_size()))
+        tensors = {name: v for name, v in self._values.items() if isinstance(v, Tensor)}
+        return dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
 
     @property
     def arrived(self) -> bool:
@@ -199,10 +199,10 @@ class Outcome:
         tensors = [v for v in self._values.values() if isinstance(v, Tensor)]
         if self._record is None and not all(t.is_cpu for t in tensors):
             return f"{name}: on the device, not read"
-        seen = self.read()
-        norm = "" if seen.grad_norm is None else f", grad norm {seen.grad_norm:.3g}"
-        scale = "" if seen.scale == 1.0 else f", loss scale {seen.scale:.12g}"
-        return f"{name}: {seen.reason or 'taken'}{norm}{scale}"
+        record = self.read()
+        norm = "" if record.grad_norm is None else f", grad norm {record.grad_norm:.3g}"
+        scale = "" if record.scale == 1.0 else f", loss scale {record.scale:.12g}"
+        return f"{name}: {record.reason or 'taken'}{norm}{scale}"
 
     def _repr_html_(self) -> str:
         return f"<p>{escape(repr(self))}</p>"

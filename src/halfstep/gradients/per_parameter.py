@@ -14,14 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from halfstep.gradients.cpu import GRADS, kernels_worth, work_on
-from halfstep.trees import Ends, dense_values, ends_of, gathered, home_device
+from halfstep.gradients.cpu import GRADS, kernels_if_worthwhile, work_items_for
+from halfstep.trees import Ends, dense_values, ends_of, home_device, stack_scalars
 
 
 def amaxes_of(ends: Sequence[Ends]) -> Tensor:
     """Return the largest magnitudes [n] of tensors from their minima and maxima, in fp32 (or fp64)."""
     scalars = [end for pair in ends for end in pair]
-    both = gathered(scalars, home_device(scalars)).view(-1, 2)
+    both = stack_scalars(scalars, home_device(scalars)).view(-1, 2)
     return torch.maximum(-both[:, 0], both[:, 1])
 
 
@@ -34,19 +34,19 @@ def amaxes(gradients: Sequence[Tensor]) -> Tensor:
     tensors = [dense_values(g) for g in gradients]
     home = home_device(tensors)
     if home.type == "cpu":  # its infinity norm is 20 times slower than its aminmax
-        kernels = kernels_worth(tensors) if len({t.dtype for t in tensors}) == 1 else None
+        kernels = kernels_if_worthwhile(tensors) if len({t.dtype for t in tensors}) == 1 else None
         return _peaks(kernels, tensors) if kernels else amaxes_of([ends_of(t) for t in tensors])
     norms = [torch.linalg.vector_norm(t, math.inf) if t.numel() else t.new_zeros(()) for t in tensors]
-    return gathered(norms, home)
+    return stack_scalars(norms, home)
 
 
 def _peaks(kernels: Any, tensors: Sequence[Tensor]) -> Tensor:
-    work, table = work_on(tensors)
+    work, table = work_items_for(tensors)
     work.run(kernels.measurer(GRADS[tensors[0].dtype]), table)
-    peaks, found = work.found[1].astype(np.float32), np.zeros(len(tensors), np.float32)
+    peaks, maxima = work.found[1].astype(np.float32), np.zeros(len(tensors), np.float32)
     # As integers: magnitudes keep their order, and NaN lies above infinity.
-    np.maximum.at(found.view(np.int32), work.items[:, 0], peaks.view(np.int32))
-    return torch.from_numpy(found)
+    np.maximum.at(maxima.view(np.int32), work.items[:, 0], peaks.view(np.int32))
+    return torch.from_numpy(maxima)
 
 
 def worst_of(amaxes: dict[str, float]) -> str:

@@ -19,7 +19,7 @@ from halfstep import distributed
 from halfstep.distributed.reduce import groups_of_shards
 from halfstep.errors import ConfigError, show
 from halfstep.torch_private import foreach_norm
-from halfstep.trees import dense_values, gathered, home_device, move_to
+from halfstep.trees import dense_values, home_device, move_to, stack_scalars
 
 _Flag = TypeVar("_Flag", covariant=True, default=Tensor)
 _Norm = TypeVar("_Norm", covariant=True, default=Tensor)
@@ -116,10 +116,10 @@ def measure(
     norm = torch.linalg.vector_norm(_norms(tensors, home))
     amax = _peak(tensors, home)
     finite = torch.isfinite(amax)
-    return _unscaled(finite, _rescue(norm, amax, finite, tensors), amax, inv_scale)
+    return _unscale(finite, _rescue(norm, amax, finite, tensors), amax, inv_scale)
 
 
-def _unscaled(finite: Tensor, norm: Tensor, amax: Tensor, inv_scale: float | Tensor | None) -> GradStats:
+def _unscale(finite: Tensor, norm: Tensor, amax: Tensor, inv_scale: float | Tensor | None) -> GradStats:
     if inv_scale is None:
         return GradStats(finite, norm, amax)
     if isinstance(inv_scale, Tensor):
@@ -143,17 +143,17 @@ def measure_shards(
     are not sharded count once. `stages` is a process group whose ranks each hold other gradients of one model
     (stages of a pipeline): the answer is that of all of them then.
     """
-    sets: dict[tuple[Any, ...], list[Tensor]] = {given: [] for given in groups} or {(): []}
-    held = [grad for grad in grads if grad is not None]
-    for grad, own in zip(held, groups_of_shards(held)):
-        sets.setdefault(own, []).append(dense_values(distributed.local_of(grad)))
-    kept = [t for tensors in sets.values() for t in tensors]
-    home = home_device(kept) if kept else torch.device("cpu")
-    found = [distributed.sums_over(given, *_sums(tensors, home)) for given, tensors in sets.items()]
-    squares, amax = torch.stack([a for a, _ in found]).sum(), gathered([b for _, b in found], home).amax()
+    sets: dict[tuple[Any, ...], list[Tensor]] = {group_set: [] for group_set in groups} or {(): []}
+    gradients = [grad for grad in grads if grad is not None]
+    for grad, group_set in zip(gradients, groups_of_shards(gradients)):
+        sets.setdefault(group_set, []).append(dense_values(distributed.local_of(grad)))
+    all_tensors = [t for tensors in sets.values() for t in tensors]
+    home = home_device(all_tensors) if all_tensors else torch.device("cpu")
+    sums = [distributed.sums_over(group_set, *_sums(tensors, home)) for group_set, tensors in sets.items()]
+    squares, amax = torch.stack([a for a, _ in sums]).sum(), stack_scalars([b for _, b in sums], home).amax()
     if stages is not None:
         squares, amax = distributed.sums_over((stages,), squares, amax)
-    return _unscaled(torch.isfinite(amax), squares.sqrt().to(amax.dtype), amax, inv_scale)
+    return _unscale(torch.isfinite(amax), squares.sqrt().to(amax.dtype), amax, inv_scale)
 
 
 @torch.no_grad()
@@ -208,8 +208,8 @@ def combine(parts: Sequence[GradStats]) -> GradStats:
         return parts[0]
     home = home_device([part.norm for part in parts])
     finite = torch.stack([move_to(part.finite, home) for part in parts]).all()
-    norm = torch.linalg.vector_norm(gathered([part.norm for part in parts], home))
-    return GradStats(finite, norm, gathered([part.amax for part in parts], home).amax())
+    norm = torch.linalg.vector_norm(stack_scalars([part.norm for part in parts], home))
+    return GradStats(finite, norm, stack_scalars([part.amax for part in parts], home).amax())
 
 
 def _by_kind(tensors: list[Tensor]) -> Iterator[tuple[list[int], list[Tensor]]]:
@@ -224,9 +224,9 @@ def _norms(tensors: list[Tensor], home: torch.device, least: torch.dtype = torch
     norms: dict[int, Tensor] = {}
     for places, group in _by_kind(tensors):
         wide = torch.promote_types(group[0].dtype, least)
-        found = foreach_norm(group, 2, dtype=wide)
-        norms.update(zip(places, found, strict=True))
-    return gathered([norms[i] for i in range(len(tensors))], home)
+        group_norms = foreach_norm(group, 2, dtype=wide)
+        norms.update(zip(places, group_norms, strict=True))
+    return stack_scalars([norms[i] for i in range(len(tensors))], home)
 
 
 def _peak(tensors: list[Tensor], home: torch.device) -> Tensor:
@@ -240,7 +240,7 @@ def _peak(tensors: list[Tensor], home: torch.device) -> Tensor:
             extremes += [end for t in whole + joined for end in torch.aminmax(t)]
         else:
             extremes += foreach_norm(group, math.inf)
-    return gathered(extremes, home).abs().amax()
+    return stack_scalars(extremes, home).abs().amax()
 
 
 def _rescue(norm: Tensor, amax: Tensor, finite: Tensor, tensors: list[Tensor]) -> Tensor:

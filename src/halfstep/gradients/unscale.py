@@ -27,21 +27,21 @@ def unscale_(grads: Iterable[Tensor | None], inv_scale: Tensor) -> Tensor:
     masters, or an optimizer with `one_pass`, to avoid it). Dtypes, devices, sparse and sharded gradients may
     be mixed. The answer lies on the first accelerator met.
     """
-    kept = [g.detach() for g in grads if g is not None]
-    values = [_stored(g) for g in kept]
-    found: list[Tensor] = []
+    gradients = [g.detach() for g in grads if g is not None]
+    values = [_own_memory(g) for g in gradients]
+    flags: list[Tensor] = []
     for device, dtype in dict.fromkeys((v.device, v.dtype) for v in values):
         group = [v for v in values if v.device == device and v.dtype == dtype]
         flag = torch.zeros((), dtype=torch.float32, device=device)
         _check_and_unscale(group, flag, move_to(inv_scale, device, torch.float32))
-        found.append(flag != 0)
+        flags.append(flag != 0)
         if dtype == torch.float16:  # a scale below 1 can lift a finite gradient over 65504
-            found.append(~all_finite(group))
-    found += [~all_finite(g) for g in kept if g.is_sparse and not g.is_coalesced()]  # sums may overflow
-    return any_of(found)
+            flags.append(~all_finite(group))
+    flags += [~all_finite(g) for g in gradients if g.is_sparse and not g.is_coalesced()]  # sums may overflow
+    return any_of(flags)
 
 
-def _stored(grad: Tensor) -> Tensor:
+def _own_memory(grad: Tensor) -> Tensor:
     """Return the gradient's own memory: duplicates of an uncoalesced sparse gradient stay apart."""
     return stored_values(grad) if grad.is_sparse else dense_values(grad)
 

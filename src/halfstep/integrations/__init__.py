@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import halfstep as hs
-from halfstep.convert.hooks import InRegion, Power
+from halfstep.convert.hooks import HookSwitch, RunInAutocast
 from halfstep.gradients.stats import measure
 from halfstep.policy import level_of
 from halfstep.torch_private import never_compiled
@@ -41,10 +41,10 @@ class Options(TypedDict, total=False):
 
 def options(arguments: dict[str, Any]) -> Options:
     """Take ours, checked, out of the arguments of a host's constructor."""
-    return checked({name: arguments.pop(name) for name in Options.__annotations__ if name in arguments})
+    return check_options({name: arguments.pop(name) for name in Options.__annotations__ if name in arguments})
 
 
-def checked(how: dict[str, Any]) -> Options:
+def check_options(how: dict[str, Any]) -> Options:
     """These options; TypeError for one that there is not, ConfigError for a level that no host can give."""
     if unknown := sorted(how.keys() - Options.__annotations__):
         raise TypeError(f"there is no option {unknown[0]!r}: expected {', '.join(Options.__annotations__)}")
@@ -68,7 +68,7 @@ def with_dtype(how: Options, mixed_precision: str | None) -> Options:
     return {**how, "dtype": dtype or word}
 
 
-def begun(session: hs.Session | None) -> hs.Session:
+def get_session(session: hs.Session | None) -> hs.Session:
     """Return the session; ConfigError where no optimizer was set up."""
     if session is None:
         raise hs.ConfigError(
@@ -79,21 +79,21 @@ def begun(session: hs.Session | None) -> hs.Session:
 
 def prepare(models: Any, optimizers: Any, how: Options) -> hs.Session:
     """`halfstep.prepare` with these options; a dynamic loss scale starts at `FIRST_SCALE`."""
-    given: dict[str, Any] = {**how}
-    session = hs.prepare(models, optimizers, **given)
+    keywords: dict[str, Any] = {**how}
+    session = hs.prepare(models, optimizers, **keywords)
     if how.get("loss_scale") in (None, "dynamic") and isinstance(session.loss_scale, hs.DynamicLossScale):
         session.loss_scale = hs.DynamicLossScale(init=FIRST_SCALE)
     return session
 
 
-class _InSession(InRegion):
+class _InSession(RunInAutocast):
     """Runs a model's forward in its session's region and hands its outputs through `widen`.
 
     In a copy of the model, also an unpickled one, the region has the session's policy.
     """
 
     def __init__(self, session: hs.Session, widen: Callable[[Any], Any]) -> None:
-        super().__init__(Power(), session.policy)
+        super().__init__(HookSwitch(), session.policy)
         self._session: hs.Session | None = session
         self.widen = widen
 
@@ -106,7 +106,7 @@ class _InSession(InRegion):
         if self._session is None:
             super().enter(module, args, kwargs)
         else:
-            self.opened().enter_context(self._session.autocast())
+            self.open_scopes().enter_context(self._session.autocast())
 
     @never_compiled
     def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
@@ -129,10 +129,12 @@ def clip(session: hs.Session, parameters: Any, max_norm: float, norm_type: float
     A 2-norm is added up in fp32, also over 16-bit gradients. Returns the norm before clipping, on their
     device.
     """
-    held = [(one, set(gradients_of(one))) for one in session.optimizers]  # first: masters widen gradients
+    optimizer_grads = [
+        (o, set(gradients_of(o))) for o in session.optimizers
+    ]  # first: masters widen gradients
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     clipped = {p.grad for p in parameters}
-    for optimizer, gradients in held:
+    for optimizer, gradients in optimizer_grads:
         if gradients & clipped:
             session.unscale(optimizer)
     if norm_type != 2:

@@ -97,9 +97,9 @@ class Accelerator(accelerate.Accelerator):
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Divide the loss scale out of the gradients; without `optimizer`, of all that have gradients."""
-        given = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
-        for one in filter(gradients_of, self._optimizers) if optimizer is None else given:
-            one.session.unscale(one.optimizer)
+        optimizers = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
+        for wrapper in filter(gradients_of, self._optimizers) if optimizer is None else optimizers:
+            wrapper.session.unscale(wrapper.optimizer)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: int = 2) -> Any:
         """Unscale and clip these gradients, as the base does; returns the norm that they had, unscaled."""

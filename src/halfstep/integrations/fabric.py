@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 import halfstep as hs
-from halfstep.integrations import begun, clip, options
+from halfstep.integrations import clip, get_session, options
 from halfstep.integrations.lightning import Driven
 from halfstep.trees import parameters_of
 
@@ -40,7 +40,7 @@ class _Precision(Driven, HostPrecision):
         return self.step(optimizer)
 
     def unscale_gradients(self, optimizer: Any) -> None:
-        begun(self.session).unscale(optimizer)
+        get_session(self.session).unscale(optimizer)
 
 
 class Fabric(HostFabric):

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import halfstep as hs
-from halfstep.integrations import Options, begun, checked, clip, prepare
+from halfstep.integrations import Options, check_options, clip, get_session, prepare
 
 try:
     from lightning.pytorch import LightningModule
@@ -43,7 +43,7 @@ class Driven:
     outcome: hs.Outcome | None = None
 
     def __init__(self, **how: Unpack[Options]) -> None:
-        self._how = checked({**how})
+        self._how = check_options({**how})
 
     def prepare(self, module: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
         """Prepare a module with its optimizers; without any it keeps its weights and only casts its ops."""
@@ -57,11 +57,11 @@ class Driven:
 
     def backward(self, tensor: Tensor, model: Any, *args: Any, **kwargs: Any) -> None:
         """Scale the loss and run backward."""
-        begun(self.session).backward(tensor, **kwargs)
+        get_session(self.session).backward(tensor, **kwargs)
 
     def step(self, optimizer: torch.optim.Optimizer) -> hs.Outcome:
         """Take a step of the session; gradients stay until `zero_grad`."""
-        self.outcome = begun(self.session).step(optimizer, zero_grad=False)
+        self.outcome = get_session(self.session).step(optimizer, zero_grad=False)
         return self.outcome
 
     def state_dict(self) -> dict[str, Any]:
@@ -105,7 +105,7 @@ class Precision(Driven, TrainerPrecision):
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
         """Run the closure, the hooks on unscaled gradients, and a step of the session."""
-        session, result = begun(self.session), closure()
+        session, result = get_session(self.session), closure()
         if result is None and model.automatic_optimization:  # training_step left this batch out
             return None
         session.unscale(optimizer)
@@ -120,7 +120,7 @@ class Precision(Driven, TrainerPrecision):
         if gradient_clip_algorithm != GradClipAlgorithmType.NORM:
             super().clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
         elif clip_val > 0:
-            clip(begun(self.session), self.main_params(optimizer), float(clip_val))
+            clip(get_session(self.session), self.main_params(optimizer), float(clip_val))
 
 
 class DDPStrategy(HostDDPStrategy):

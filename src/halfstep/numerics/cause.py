@@ -19,7 +19,7 @@ from halfstep.distributed import local_of
 from halfstep.formats import Format, dtype_name, format_of
 from halfstep.numerics.fault import Cause
 from halfstep.numerics.histogram import amax
-from halfstep.numerics.tape import Node, is_finite, key_of, written_by
+from halfstep.numerics.tape import Node, is_finite, key_of, tensors_written
 from halfstep.torch_private import pytree
 from halfstep.trees import first_device, tensors_in
 
@@ -28,19 +28,19 @@ _DEPTH = 48
 
 def _sources(node: Node, depth: int = 24) -> list[Tensor]:
     """Return the tensors from before the step that the op's inputs were computed from."""
-    found: list[Tensor] = []
-    todo, seen = [(node, 0)], {node.index}
+    sources: list[Tensor] = []
+    todo, visited = [(node, 0)], {node.index}
     while todo:
-        one, far = todo.pop()
-        if one.dropped:
+        maker, far = todo.pop()
+        if maker.dropped:
             continue
-        for t, parent in zip(tensors_in((one.args, one.kwargs)), one.parents):
+        for t, parent in zip(tensors_in((maker.args, maker.kwargs)), maker.parents):
             if parent is None:
-                found.append(t)
-            elif far < depth and parent[0].index not in seen:
-                seen.add(parent[0].index)
+                sources.append(t)
+            elif far < depth and parent[0].index not in visited:
+                visited.add(parent[0].index)
                 todo.append((parent[0], far + 1))
-    return found
+    return sources
 
 
 def outlying_weight(
@@ -82,7 +82,7 @@ def _call(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     device = first_device((args, kwargs))
     with torch.no_grad(), torch.autocast(device, enabled=False):  # Apex leaves a region open
         out = func(*args, **kwargs)
-    return [*tensors_in(out), *written_by(func, args, kwargs)]
+    return [*tensors_in(out), *tensors_written(func, args, kwargs)]
 
 
 def rerun(node: Node, dtype: torch.dtype | None) -> list[Tensor] | None:
@@ -138,7 +138,7 @@ class _WiderResults:
         Values are lost where the stored result is zero and the wider one is not."""
         on_the_way = [self._done[index] for index in sorted(self._done)]
         for node, _ in on_the_way:
-            if not node.dropped and _lost_scalar(node):
+            if not node.dropped and _find_lost_scalar(node):
                 return node
         for node, results in on_the_way:
             for low, wide in zip(node.outs, results or () if not node.func.is_view else ()):
@@ -156,8 +156,8 @@ def explain(node: Node, originals: Mapping[Any, Tensor]) -> tuple[Cause, Node]:
 
     `originals`: values that the step later overwrote, as the tape kept them.
     """
-    wrong = [t.dtype for t in node.outs if t.is_floating_point() and not is_finite(t)]
-    fmt = format_of(wrong[0] if wrong else torch.float32)
+    dtypes = [t.dtype for t in node.outs if t.is_floating_point() and not is_finite(t)]
+    fmt = format_of(dtypes[0] if dtypes else torch.float32)
     same = rerun(node, None)
     if same is None:
         return Cause("unknown", f"{node.op} could not be run again on its own"), node
@@ -178,14 +178,14 @@ def _range_or_precision(node: Node, fmt: Format, wide: torch.dtype, reached: flo
         beyond = f"{times:.3g} times too large" if times >= 1.005 else "just beyond"
         text = f"range: the result reaches {reached:.3g} and {fmt} ends at {fmt.max:.5g} ({beyond})"
         return Cause("range", f"{text}; finite in {dtype_name(wide)}", times, fmt.name)
-    lost = _lost_scalar(node)
+    lost = _find_lost_scalar(node)
     if lost is not None:
-        return Cause("precision", f"precision: {_lost_in_words(*lost)}", None, fmt.name, scalar=lost[0])
+        return Cause("precision", f"precision: {_describe_lost(*lost)}", None, fmt.name, scalar=lost[0])
     text = f"range inside the op: in {dtype_name(wide)} the result is only {reached:.3g}"
     return Cause("range", f"{text}, but an intermediate value leaves {fmt}", None, fmt.name)
 
 
-def _lost_scalar(node: Node) -> tuple[float, torch.dtype] | None:
+def _find_lost_scalar(node: Node) -> tuple[float, torch.dtype] | None:
     """Return a scalar argument that the tensors' format rounds to zero (an epsilon), and that format."""
     low = next((t for t in node.tensors() if t.is_floating_point()), None)
     if low is None:
@@ -195,7 +195,7 @@ def _lost_scalar(node: Node) -> tuple[float, torch.dtype] | None:
     return next(((x, low.dtype) for x in scalars if 0 < abs(x) <= smallest / 2), None)
 
 
-def _lost_in_words(scalar: float, dtype: torch.dtype) -> str:
+def _describe_lost(scalar: float, dtype: torch.dtype) -> str:
     smallest = format_of(dtype).smallest_subnormal
     return f"{scalar:g} is zero in {dtype_name(dtype)}, whose smallest value is {smallest:.3g}"
 
@@ -211,9 +211,9 @@ def _earlier(node: Node, fmt: Format, originals: Mapping[Any, Tensor]) -> tuple[
         low = next((dtype_name(t.dtype) for t in node.tensors() if t.is_floating_point()), "fp32")
         text = f"precision: rounding to {low} before it; finite when computed in fp32"
         return Cause("precision", text, None, low), node
-    lost = _lost_scalar(culprit)
+    lost = _find_lost_scalar(culprit)
     name = next((dtype_name(t.dtype) for t in culprit.outs if t.is_floating_point()), "")
-    why = _lost_in_words(*lost) if lost else f"{culprit.op} flushed values to zero in {name}"
+    why = _describe_lost(*lost) if lost else f"{culprit.op} flushed values to zero in {name}"
     text = f"precision: {why} ({culprit.location.where}); finite when computed in fp32 from there on"
     return Cause("precision", text, None, name or fmt.name, scalar=lost and lost[0]), culprit
 
@@ -223,18 +223,18 @@ def _some(what: str, mask: Tensor) -> str:
     return f"{count} of {mask.numel()} {what}" if mask.numel() > 1 else what
 
 
-def counted(t: Tensor) -> str:
+def count_in_words(t: Tensor) -> str:
     """Say how many NaN and infinities a tensor holds."""
     nans, infs = int(torch.isnan(t).sum()), int(torch.isinf(t).sum())
     return " and ".join(f"{n} {what}" for n, what in ((nans, "NaN"), (infs, "inf")) if n)
 
 
-def ill_values(t: Tensor) -> str:
+def count_nonfinite(t: Tensor) -> str:
     """Say how many values are not finite, and in which row, if it is one."""
-    return f"{counted(t.detach())} of {t.numel()} values{ill_row(t) if t.dim() > 1 else ''}"
+    return f"{count_in_words(t.detach())} of {t.numel()} values{nonfinite_row(t) if t.dim() > 1 else ''}"
 
 
-def ill_row(t: Tensor) -> str:
+def nonfinite_row(t: Tensor) -> str:
     """Name the one row (sample of a batch) that holds all values that are not finite; else nothing."""
     if t.dim() == 0 or t.shape[0] < 2 or not t.numel():
         return ""
@@ -245,13 +245,13 @@ def ill_row(t: Tensor) -> str:
 def out_of_domain(node: Node) -> str:
     """Say what a power was taken of outside its domain; empty where it is only too large."""
     base, exponent = (torch.as_tensor(x) for x in node.args[:2])
-    for mask, what, wrong in (
+    for mask, what, power in (
         ((base == 0) & (exponent < 0), "0", "a negative power"),
         ((base < 0) & (exponent != exponent.trunc()), "negative", "a power that is no whole number"),
     ):
         if mask.any():
             bad = f"values are {what}" if mask.numel() > 1 else f"the value is {what}"
-            return f"{wrong} of a value out of its domain ({_some(bad, mask)})"
+            return f"{power} of a value out of its domain ({_some(bad, mask)})"
     return ""
 
 
@@ -349,7 +349,7 @@ class UnderflowProbe:
     def __init__(self) -> None:
         self.worst: tuple[Node, float, str, int] | None = None
 
-    def look(self, node: Node, finite: bool) -> None:
+    def observe(self, node: Node, finite: bool) -> None:
         """Rerun the op in fp32 if most of its 16-bit results are zero."""
         if self.worst is not None or node.phase == "optimizer" or not finite or node.func.is_view:
             return

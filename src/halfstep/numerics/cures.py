@@ -22,7 +22,7 @@ from halfstep.formats import FORMATS
 from halfstep.numerics.cause import out_of_domain
 from halfstep.numerics.fault import Cause, Cure, Spec
 from halfstep.numerics.snapshot import StepParticipants, scale_of
-from halfstep.numerics.tape import CallMode, Node, OpLocation, is_finite, look, op_label
+from halfstep.numerics.tape import CallMode, Node, OpLocation, call_site, is_finite, op_label
 from halfstep.scaling.loss_scale import NoLossScale
 from halfstep.torch_private import pytree
 from halfstep.trees import compute_device, first_device
@@ -123,21 +123,21 @@ def terms_of(parts: StepParticipants, in_region: bool = False) -> Terms:
     """Return the words for a script of these parts; `in_region`: whether the op ran under autocast."""
     kinds = {kind.__module__ for model in parts.models for kind in type(model).__mro__}
     if parts.loop in LOOPS:
-        found = LOOPS[parts.loop]
+        terms = LOOPS[parts.loop]
     elif parts.session is not None:
-        found = SESSION
-    elif getattr(parts.scaler, "door", "") == "apex":
-        found = APEX
+        terms = SESSION
+    elif getattr(parts.scaler, "frontend", "") == "apex":
+        terms = APEX
     elif any(kind.startswith("halfstep.compat.mindspore") for kind in kinds):
-        found = MINDSPORE
+        terms = MINDSPORE
     else:
-        found = SCALER if parts.scaler is not None and parts.scaler.is_enabled() else AUTOCAST
-        found = found if in_region else replace(found, bf16=PLAIN.bf16)
-    if found.wide == _TORCH_WIDE and not in_region:
-        found = replace(found, wide=PLAIN.wide)
+        terms = SCALER if parts.scaler is not None and parts.scaler.is_enabled() else AUTOCAST
+        terms = terms if in_region else replace(terms, bf16=PLAIN.bf16)
+    if terms.wide == _TORCH_WIDE and not in_region:
+        terms = replace(terms, wide=PLAIN.wide)
     device = compute_device(parts.parameters()).type
     return replace(
-        found, **{name: text.replace('"cpu"', f'"{device}"') for name, text in vars(found).items()}
+        terms, **{name: text.replace('"cpu"', f'"{device}"') for name, text in vars(terms).items()}
     )
 
 
@@ -165,8 +165,8 @@ class AtLocation(CallMode):
         name = getattr(func, "__name__", "")
         if not name.startswith("__get") and op_label(func, name) == self._op:
             in_region = torch.is_autocast_enabled(first_device((args, kwargs)))
-            here = look()[1:] if self._where[0] else ("", 0 if in_region else -1)
-            if here == self._where:
+            site = call_site()[1:] if self._where[0] else ("", 0 if in_region else -1)
+            if site == self._where:
                 self.met = True
                 return self._change(func, args, kwargs)
         return func(*args, **kwargs)
@@ -181,7 +181,7 @@ def _in_fp32(func: Any, args: Any, kwargs: Any) -> Any:
         return func(*args, **kwargs)
 
 
-def _scaled(bits: float, has_bias: float, func: Any, args: Any, kwargs: Any) -> Any:
+def _call_scaled(bits: float, has_bias: float, func: Any, args: Any, kwargs: Any) -> Any:
     place = next(i for i, x in enumerate(args) if isinstance(x, Tensor))
     out = func(*args[:place], args[place] * 2.0**-bits, *args[place + 1 :], **kwargs).float()
     bias = kwargs.get("bias", [*args, None, None][2]) if func is torch.nn.functional.linear else None
@@ -196,8 +196,8 @@ def _exponent(func: Any, args: Any) -> int | None:
     return 1 if op_label(func, name) == "pow" and not isinstance(args[0], Tensor) else None
 
 
-def _shifted(*given: Any) -> Any:
-    *dims, func, args, kwargs = given
+def _call_shifted(*arguments: Any) -> Any:
+    *dims, func, args, kwargs = arguments
     place, args = _exponent(func, args) or 0, list(args)
     args[place] = args[place] - args[place].detach().amax(dims, keepdim=True)
     return func(*args, **kwargs)
@@ -211,8 +211,8 @@ def _with_epsilon(value: float, func: Any, args: Any, kwargs: Any) -> Any:
     return func(*args, **kwargs)
 
 
-def _clamped(value: float, *given: Any) -> Any:
-    *either_sign, func, args, kwargs = given
+def _call_clamped(value: float, *arguments: Any) -> Any:
+    *either_sign, func, args, kwargs = arguments
     args, op = list(args), op_label(func, getattr(func, "__name__", ""))
     if (place := _exponent(func, args)) is not None:
         args[place] = args[place].clamp_max(value)
@@ -234,14 +234,14 @@ def over(dims: Sequence[int]) -> str:
 def with_attributes(thing: Any, **values: Any) -> Generator[None]:
     """Set attributes of `thing` for the block."""
     before = {name: getattr(thing, name) for name in values}
-    own = {name for name in values if name in vars(thing)}
+    instance_names = {name for name in values if name in vars(thing)}
     for name, value in values.items():
         setattr(thing, name, value)
     try:
         yield
     finally:
         for name, value in before.items():
-            if name in own or name not in vars(thing):  # else it was a class's, and is again
+            if name in instance_names or name not in vars(thing):  # else it was a class's, and is again
                 setattr(thing, name, value)
             else:
                 delattr(thing, name)
@@ -261,10 +261,10 @@ def bf16_regions() -> Generator[None]:
     """Give bf16 to regions that ask for fp16, for the block."""
     set_dtype = torch.set_autocast_dtype
 
-    def swapped(device_type: str, dtype: torch.dtype) -> None:
+    def set_bf16(device_type: str, dtype: torch.dtype) -> None:
         set_dtype(device_type, torch.bfloat16 if dtype == FP16 else dtype)
 
-    with with_attributes(torch, set_autocast_dtype=swapped):
+    with with_attributes(torch, set_autocast_dtype=set_bf16):
         yield
 
 
@@ -324,16 +324,16 @@ def _lowest_scale(parts: StepParticipants, stack: ExitStack) -> Met | None:
     return lift_loss_scale(parts, stack, lower) if scale_falls(parts) else None
 
 
-def _divided(parts: StepParticipants, stack: ExitStack, bits: int) -> Met:
+def _divide_loss(parts: StepParticipants, stack: ExitStack, bits: int) -> Met:
     """Divide the loss by 2**bits before it is scaled and backward begins."""
     owner, name = Tensor, "backward"
     if parts.session is not None:
         owner = parts.session
-    elif parts.scaler is not None and not getattr(parts.scaler, "door", ""):
+    elif parts.scaler is not None and not getattr(parts.scaler, "frontend", ""):
         owner, name = parts.scaler, "scale"
     original, met, inside = getattr(owner, name), False, False
 
-    def divided(loss: Any, *args: Any, **kwargs: Any) -> Any:
+    def backward_of_divided(loss: Any, *args: Any, **kwargs: Any) -> Any:
         nonlocal met, inside
         if inside or not isinstance(loss, Tensor):  # torch's own handlers call it once more
             return original(loss, *args, **kwargs)
@@ -343,7 +343,7 @@ def _divided(parts: StepParticipants, stack: ExitStack, bits: int) -> Met:
         finally:
             inside = False
 
-    stack.enter_context(with_attributes(owner, **{name: divided}))
+    stack.enter_context(with_attributes(owner, **{name: backward_of_divided}))
     return lambda: met
 
 
@@ -351,7 +351,7 @@ def _no_faster(parts: StepParticipants, stack: ExitStack, *most: float) -> Met:
     """Limit learning rates far above `most`, one for each group, to `most`."""
     met = False
 
-    def hold(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def limit_rates(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         nonlocal met
         groups = optimizer.param_groups
         for group, rate in zip(groups, most if len(groups) == len(most) else ()):
@@ -359,7 +359,7 @@ def _no_faster(parts: StepParticipants, stack: ExitStack, *most: float) -> Met:
                 group["lr"] = rate
                 met = True
 
-    stack.callback(register_optimizer_step_pre_hook(hold).remove)
+    stack.callback(register_optimizer_step_pre_hook(limit_rates).remove)
     return lambda: met
 
 
@@ -367,14 +367,14 @@ def _logsumexp(
     parts: StepParticipants, stack: ExitStack, op: str, file: str, line: int, last: int, *dims: int
 ) -> Met:
     """Replace the logarithm of a sum of exponentials, taken on line `last`, by torch's logsumexp."""
-    given: list[Tensor] = []
+    operands: list[Tensor] = []
 
     def remember(func: Any, args: Any, kwargs: Any) -> Any:
-        given[:] = args[:1]
+        operands[:] = args[:1]
         return func(*args, **kwargs)
 
     def take(func: Any, args: Any, kwargs: Any) -> Any:
-        (x,) = given
+        (x,) = operands
         return torch.logsumexp(x, dims or tuple(range(x.dim())), keepdim=args[0].dim() == x.dim())
 
     power = stack.enter_context(AtLocation(op, file, line, remember))
@@ -389,7 +389,7 @@ def put_in_place(spec: Spec, parts: StepParticipants, stack: ExitStack) -> Met |
     """
     kind, *rest = spec
     if kind == "both":
-        both = [put_in_place(one, parts, stack) for one in rest]
+        both = [put_in_place(dose, parts, stack) for dose in rest]
         return None if None in both else lambda: all(met is not None and met() for met in both)
     if kind in _ANYWHERE:
         return _ANYWHERE[kind](parts, stack, *rest)
@@ -408,13 +408,13 @@ _ANYWHERE: dict[str, Callable[..., Met | None]] = {
     "bf16": _bf16,
     "loss_scale": lift_loss_scale,
     "lowest scale": _lowest_scale,
-    "loss": _divided,
+    "loss": _divide_loss,
     "rate": _no_faster,
     "logsumexp": _logsumexp,
 }
 _AT_SITE: dict[str, Callable[..., Any]] = {
-    "full": _in_fp32, "full_here": _in_fp32, "scale": _scaled, "epsilon": _with_epsilon, "clamp": _clamped,
-    "shift": _shifted,
+    "full": _in_fp32, "full_here": _in_fp32, "scale": _call_scaled, "epsilon": _with_epsilon,
+    "clamp": _call_clamped, "shift": _call_shifted,
 }  # fmt: skip
 
 
@@ -496,19 +496,19 @@ def _smaller_loss(parts: StepParticipants, bits: int, root: float) -> list[Cure]
     loss = root / (scale_now(parts)[0] or 1.0)
     if loss < _LARGE_LOSS:
         return []
-    said = f"divide the loss: it is {loss:.3g} (a mean in place of a sum, say), 2^{{}} less is enough"
+    template = f"divide the loss: it is {loss:.3g} (a mean in place of a sum, say), 2^{{}} less is enough"
     strengths = (bits, bits + 4, bits + 8)
-    return [_cure(*((("loss", by), said.format(by), f"loss = loss / {2**by}") for by in strengths))]
+    return [_cure(*((("loss", by), template.format(by), f"loss = loss / {2**by}") for by in strengths))]
 
 
 def _lower_scale(parts: StepParticipants, bits: int) -> list[Cure]:
     """Lower the loss scale, as far as later ops of backward need, but not below its minimum."""
     now, least = scale_now(parts)
-    said = "lower the loss scale by 2^{} (a dynamic one does: the skip is harmless)"
+    template = "lower the loss scale by 2^{} (a dynamic one does: the skip is harmless)"
     if parts.scale_moves:
-        said = "begin with a loss scale 2^{} smaller: this one goes down only by skipping steps"
+        template = "begin with a loss scale 2^{} smaller: this one goes down only by skipping steps"
     doses = [
-        (("loss_scale", -further), said.format(further), _scale_written(parts, now * 2.0**-further))
+        (("loss_scale", -further), template.format(further), _scale_written(parts, now * 2.0**-further))
         for further in (bits, bits + 4, bits + 8)
         if now * 2.0**-further >= least and has_scale(parts)
     ]
@@ -557,27 +557,27 @@ def _for_precision(node: Node, culprit: Node, cause: Cause, parts: StepParticipa
     return cures
 
 
-def _called(t: Tensor, node: Node) -> str:
+def _name_of(t: Tensor, node: Node) -> str:
     """Return the user's name for a tensor that the op read; empty where it has none, or two match."""
-    found = [
+    names = [
         n for n, v in node.names.items() if v.shape == t.shape and v.dtype == t.dtype and torch.equal(v, t)
     ]
-    return found[0] if len(found) == 1 else ""
+    return names[0] if len(names) == 1 else ""
 
 
 def _instead_of_log(node: Node) -> list[Cure]:
     """Replace the logarithm of a softmax or a sigmoid by the one function of the logits that stays finite."""
     todo = [(p[0], 0) for p in node.parents if p is not None and node.op == "log"]
     while todo:
-        one, far = todo.pop()
-        if "softmax" in one.base:
-            text = f"take log_softmax of the logits in place of the log of a softmax{_here(one.location)}"
+        maker, far = todo.pop()
+        if "softmax" in maker.base:
+            text = f"take log_softmax of the logits in place of the log of a softmax{_here(maker.location)}"
             return [Cure("advice", text, "torch.log_softmax(logits, dim=-1)")]
-        if one.base.startswith("sigmoid"):
-            text = f"take logsigmoid of the logits in place of the log of a sigmoid{_here(one.location)}"
+        if maker.base.startswith("sigmoid"):
+            text = f"take logsigmoid of the logits in place of the log of a sigmoid{_here(maker.location)}"
             return [Cure("advice", text, "nn.functional.logsigmoid(logits)  # of -logits for 1 - p")]
-        if far < 4 and one.base not in ("mm", "addmm", "bmm"):
-            todo += [(p[0], far + 1) for p in one.parents if p is not None]
+        if far < 4 and maker.base not in ("mm", "addmm", "bmm"):
+            todo += [(p[0], far + 1) for p in maker.parents if p is not None]
     return []
 
 
@@ -591,22 +591,22 @@ _IN_PROPORTION = ("mul", "where", "masked_fill", "_to_copy", "bmm", "mm", "add")
 
 def _by_hand(node: Node, later: Sequence[Node]) -> tuple[Node | None, tuple[int, ...]]:
     """Find a softmax or logsumexp that the script writes by hand after an op, and its dimensions."""
-    made, sums, dims = {node.index}, set[int](), ()
-    for one in later if node.phase == "forward" else ():
-        again = one.func == node.func and one.location.line == node.location.line
-        if again and one.parents == node.parents and None not in node.parents:
-            made.add(one.index)  # `x.exp() / x.exp().sum()`
-        of = [-1 if parent is None else parent[0].index for parent in one.parents] or [-1]
-        if one.base == "sum" and of[0] in made and one.tensors()[0].shape == node.outs[0].shape:
-            dims = tuple(one.args[1] or ()) if len(one.args) > 1 else ()
-            sums.add(one.index)
-        elif (one.base == "div" and of[0] in made and of[-1] in sums) or (
-            one.base == "log" and of[0] in sums
+    powers, sums, dims = {node.index}, set[int](), ()
+    for other in later if node.phase == "forward" else ():
+        repeat = other.func == node.func and other.location.line == node.location.line
+        if repeat and other.parents == node.parents and None not in node.parents:
+            powers.add(other.index)  # `x.exp() / x.exp().sum()`
+        of = [-1 if parent is None else parent[0].index for parent in other.parents] or [-1]
+        if other.base == "sum" and of[0] in powers and other.tensors()[0].shape == node.outs[0].shape:
+            dims = tuple(other.args[1] or ()) if len(other.args) > 1 else ()
+            sums.add(other.index)
+        elif (other.base == "div" and of[0] in powers and of[-1] in sums) or (
+            other.base == "log" and of[0] in sums
         ):
-            return one, dims
-        elif one.func.is_view or one.base in _IN_PROPORTION:
-            for kind in (made, sums):
-                kind |= {one.index} if kind.intersection(of) else set()
+            return other, dims
+        elif other.func.is_view or other.base in _IN_PROPORTION:
+            for kind in (powers, sums):
+                kind |= {other.index} if kind.intersection(of) else set()
     return None, ()
 
 
@@ -618,17 +618,17 @@ def _base_of(node: Node) -> float:
 
 def _smaller_exponent(node: Node, cause: Cause, later: Sequence[Node] = ()) -> Cure:
     base, exp = _base_of(node), node.op == "exp"
-    name = next((_called(t, node) for t in node.tensors()), "") if node.phase == "forward" else ""
+    name = next((_name_of(t, node) for t in node.tensors()), "") if node.phase == "forward" else ""
     last, dims = _by_hand(node, later)
     if last is not None and last.base == "log" and exp:
         text = f"take logsumexp in place of the log of a sum of exponentials{_here(last.location)}"
         spec = ("logsumexp", *_spec("", node)[1:], last.location.line, *dims)
         return _cure((spec, text, f"torch.logsumexp({name or 'x'}, dim={over(dims) or '...'})"))
     what = "what exp is taken of" if exp else "the exponent"
-    said = f"keep {what} below {{:g}}, before {node.op} and not after it{_here(node.location)}"
+    template = f"keep {what} below {{:g}}, before {node.op} and not after it{_here(node.location)}"
     x, powers = name or "x", _EXPONENTS.get(cause.format, (80.0, 20.0))
     limits = [float(f"{k / math.log(base):.3g}") for k in powers]
-    doses = [(_spec("clamp", node, k), said.format(k), f"{x}.clamp(max={k:g})") for k in limits]
+    doses = [(_spec("clamp", node, k), template.format(k), f"{x}.clamp(max={k:g})") for k in limits]
     if last is not None and last.base != "log":
         text = (
             f"subtract the largest before {node.op}, as softmax does{_here(node.location)}: the ratio stays"
@@ -648,10 +648,10 @@ def _away_from_the_edge(node: Node, cause: Cause, later: Sequence[Node] = ()) ->
     if node.op not in edged or (node.op == "pow" and not isinstance(node.args[0], Tensor)):
         return [Cure("advice", text)]
     least = 1e-4 - (node.op == "log1p")
-    name = _called(floats[-1 if node.op == "div" else 0], node) if floats and node.phase == "forward" else ""
+    name = _name_of(floats[-1 if node.op == "div" else 0], node) if floats and node.phase == "forward" else ""
     spec, code = _spec("clamp", node, least), f"{name or 'x'}.clamp_min({least:.4g})"
-    made = node.parents[-1] if node.parents else None  # what a weight is at one step tells nothing
-    if node.op == "div" and (made is None or bool((node.tensors()[-1] < 0).any())):
+    last_parent = node.parents[-1] if node.parents else None  # what a weight is at one step tells nothing
+    if node.op == "div" and (last_parent is None or bool((node.tensors()[-1] < 0).any())):
         d = name or "d"
         code = f"torch.where({d}.abs() < 1e-4, 1e-4, {d})" + ("" if name else "  # d: what is divided by")
         spec = (*spec, True)

@@ -4,8 +4,8 @@ The tape and the notes of a run find faults; warnings, the doctor's document and
 share these values, which can be pickled and describe themselves in words.
 
 `judge` decides whether a cure works, in the same way for every way to run a step again. `Rerun` is such a
-way: in place, in a copy of the process, in a fresh process, on all ranks together. `Inquiry` reruns the bad
-steps of a run.
+way: in place, in a copy of the process, in a fresh process, on all ranks together. `Investigation` reruns the
+bad steps of a run.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class TensorInfo:
 
 
 @dataclass(frozen=True)
-class Spoiled:
+class Corrupted:
     """What is not finite after the step and was before it, by name."""
 
     gradients: tuple[str, ...] = ()
@@ -120,7 +120,7 @@ class Cure:
         """Return the result of its trial: `works over 4 steps`."""
         return self.status + (f" over {self.over} steps" if self.over > 1 else "")
 
-    def settle(self, spec: Spec, over: int) -> None:
+    def mark_working(self, spec: Spec, over: int) -> None:
         """Record that this dose works, in so many steps."""
         place = self.specs.index(spec)
         if self.doses:
@@ -162,7 +162,7 @@ class Fault:
     origin: bool = True
     inputs: tuple[TensorInfo, ...] = ()
     outputs: tuple[TensorInfo, ...] = ()
-    spoiled: Spoiled = Spoiled()
+    spoiled: Corrupted = Corrupted()
     reached: tuple[str, ...] = ()
     passed_on: tuple[str, ...] = ()
     underflow: bool = False
@@ -209,7 +209,7 @@ class Fault:
     @property
     def damage(self) -> str:
         """Return what became nonfinite in the step, the loss if nothing else did."""
-        return "the loss" if self.spoiled == Spoiled() and "loss" in self.reached else str(self.spoiled)
+        return "the loss" if self.spoiled == Corrupted() and "loss" in self.reached else str(self.spoiled)
 
     @property
     def of_the_scale(self) -> bool:
@@ -218,8 +218,8 @@ class Fault:
         True where a run with a lower scale was finite, or could not be tried.
         """
         lowered = any(c.kind == "loss_scale" and c.status != FAILS for c in self.cures)
-        told = self.underflow or self.hidden or self.spoiled.lasting
-        return self.phase == "backward" and lowered and not told
+        other_damage = self.underflow or self.hidden or self.spoiled.lasting
+        return self.phase == "backward" and lowered and not other_damage
 
     @property
     def best(self) -> Cure | None:
@@ -282,7 +282,7 @@ OF_AN_OP = ("full", "full_here", "scale", "epsilon", "clamp", "shift", "logsumex
 
 
 @dataclass(frozen=True)
-class Again:
+class RerunRequest:
     """A request to rerun the step with index `at` and `more` steps after it.
 
     `cure`: what to apply just before that step, or (`from_start`) at the start of the run. `taped`:
@@ -297,12 +297,12 @@ class Again:
 
 
 @dataclass
-class Seen:
+class RerunResult:
     """The result of a rerun. `bad_at`: the first step from `at` on that was bad, `at` where the loss blew
     up; None if all were well.
 
     `applied`: whether the cure was put in place and met what it changes; `falls`: whether the loss scale goes
-    down by itself; `settles`: whether all that was bad is one skipped update, before others that were made.
+    down by itself; `recovers`: whether all that was bad is one skipped update, before others that were made.
     `faults`: what the tape showed; of a run that was cured from its start, all faults. `steps`: how many were
     run with the cure.
     """
@@ -313,19 +313,19 @@ class Seen:
     bad_at: int | None = None
     applied: bool = True
     falls: bool = False
-    settles: bool = False
+    recovers: bool = False
     steps: int = 1
 
 
 class Rerun(Protocol):
     """A way to run steps again."""
 
-    def run(self, again: Again) -> Seen | None:
+    def run(self, request: RerunRequest) -> RerunResult | None:
         """Return the result; None where it could not be run."""
         ...
 
 
-def try_cures(fault: Fault, again: Again, rerun: Rerun, rest: int = 0) -> list[Fault]:
+def try_cures(fault: Fault, request: RerunRequest, rerun: Rerun, rest: int = 0) -> list[Fault]:
     """Try all cures of a fault, record the result of each, and return the faults found behind them.
 
     The first that works is tried for the `rest` of the steps; where these are few, each is. Where no change
@@ -333,93 +333,95 @@ def try_cures(fault: Fault, again: Again, rerun: Rerun, rest: int = 0) -> list[F
     """
     behind = list[Fault | None]()
     for cure in fault.cures:
-        known = min(rest, max((one.over for one in fault.cures), default=0)) > _FEW
-        longer = again if known else replace(again, more=max(again.more, rest))
+        cure_proven = min(rest, max((other.over for other in fault.cures), default=0)) > _FEW
+        longer = request if cure_proven else replace(request, more=max(request.more, rest))
         behind.append(try_cure(cure, fault, longer, rerun))
     if not any(cure.status == WORKS and cure.specs[0][0] not in FROM_START for cure in fault.cures):
-        pair = _with_a_second(fault, again, rerun)
+        pair = _with_a_second(fault, request, rerun)
         fault.cures = [*fault.cures, *([pair] if pair is not None else [])]
-    return [found for found in behind if found is not None]
+    return [other for other in behind if other is not None]
 
 
-def try_cure(cure: Cure, fault: Fault, again: Again, rerun: Rerun) -> Fault | None:
+def try_cure(cure: Cure, fault: Fault, request: RerunRequest, rerun: Rerun) -> Fault | None:
     """Try the doses of a cure until one works, and record the result.
 
     Returns the other fault that appeared with the cure applied, if any.
     """
     for spec in cure.specs:
-        status, over, behind = judge(spec, fault, again, rerun)
+        status, steps, behind = judge(spec, fault, request, rerun)
         if status == WORKS:
-            cure.settle(spec, over)
+            cure.mark_working(spec, steps)
             return behind
-        if spec[0] in FROM_START and not again.from_start:
+        if spec[0] in FROM_START and not request.from_start:
             continue  # what was made before it stays as it was: only a run from the start refutes it
         cure.status = status or cure.status
     return None
 
 
-def _with_a_second(fault: Fault, again: Again, rerun: Rerun) -> Cure | None:
+def _with_a_second(fault: Fault, request: RerunRequest, rerun: Rerun) -> Cure | None:
     """Combine a cure with one for the op that leaves its range once the first is applied."""
     first = next((c for c in fault.cures if c.status == FAILS and c.specs[-1][0] in OF_AN_OP), None)
     if first is None:
         return None
     spec = first.specs[-1]
-    second = _traced(spec, again, rerun, again.at)
+    second = _trace_again(spec, request, rerun, request.at)
     if second is None or second.same_as(fault):
         return None
     for other in second.cures:
         for more in (more for more in other.specs if more[0] in OF_AN_OP):
             both = ("both", spec, more)
-            status, over, _ = judge(both, fault, again, rerun)
+            status, steps, _ = judge(both, fault, request, rerun)
             if status == WORKS:
                 text, code = f"{first.text}, and {other.text}", f"{first.code}; {other.code}"
-                return Cure(first.kind, text, code, WORKS, [both], over=over)
+                return Cure(first.kind, text, code, WORKS, [both], over=steps)
     return None
 
 
-def judge(spec: Spec, fault: Fault, again: Again, rerun: Rerun) -> tuple[str, int, Fault | None]:
+def judge(spec: Spec, fault: Fault, request: RerunRequest, rerun: Rerun) -> tuple[str, int, Fault | None]:
     """Return whether a dose works, in how many steps, and the other fault that appears with it, if any.
 
     It works where what is run again stays well, if need be at the lowest loss scale or but for one skipped
     update, or where another fault is the next. Empty where it could not be tried.
     """
-    tried = rerun.run(replace(again, cure=spec))
+    tried = rerun.run(replace(request, cure=spec))
     if tried is None or not tried.applied:
         return "", 0, None
-    if again.from_start:
-        over = tried.steps if tried.bad_at is None else tried.bad_at
-        well = tried.bad_at is None or over > again.at + _AFTER
-        return (WORKS if well and not any(alike(f, fault) for f in tried.faults) else FAILS), over, None
+    if request.from_start:
+        steps = tried.steps if tried.bad_at is None else tried.bad_at
+        well = tried.bad_at is None or steps > request.at + _AFTER
+        return (WORKS if well and not any(alike(f, fault) for f in tried.faults) else FAILS), steps, None
     if tried.bad_at is None:
         return WORKS, tried.steps, None
-    if tried.bad_at == again.at:
+    if tried.bad_at == request.at:
         of_values = fault.phase == "forward" or fault.cause.kind == "mathematics"
         if not of_values or spec[0] in FROM_START:
             return FAILS, 0, None
         if tried.falls:
-            lowest = rerun.run(replace(again, cure=("both", ("lowest scale",), spec)))
+            lowest = rerun.run(replace(request, cure=("both", ("lowest scale",), spec)))
             well = lowest is not None and lowest.applied and lowest.bad_at is None
             return (WORKS if well else FAILS), 0 if lowest is None else lowest.steps, None
-        skipped = None if again.more and not tried.settles else _traced(spec, again, rerun, again.at)
+        skipped = (
+            None if request.more and not tried.recovers else _trace_again(spec, request, rerun, request.at)
+        )
         if skipped is None or not skipped.of_the_scale or skipped.same_as(fault):
             return FAILS, 0, None
-        return (WORKS if tried.settles else ""), tried.steps, None
-    second = _traced(spec, again, rerun, tried.bad_at)
+        return (WORKS if tried.recovers else ""), tried.steps, None
+    second = _trace_again(spec, request, rerun, tried.bad_at)
     weight = fault.cause.weight
     if second is None or second.same_as(fault) or (weight and second.cause.weight == weight):
         return FAILS, 0, None
-    return WORKS, tried.bad_at - again.at, second
+    return WORKS, tried.bad_at - request.at, second
 
 
-def _traced(spec: Spec, again: Again, rerun: Rerun, index: int) -> Fault | None:
+def _trace_again(spec: Spec, request: RerunRequest, rerun: Rerun, index: int) -> Fault | None:
     """Return the fault of a step with a cure applied."""
-    seen = rerun.run(replace(again, cure=spec, more=index - again.at, taped=index))
-    return seen.faults[0] if seen is not None and seen.faults else None
+    rerun_result = rerun.run(replace(request, cure=spec, more=index - request.at, taped=index))
+    return rerun_result.faults[0] if rerun_result is not None and rerun_result.faults else None
 
 
-def alike(one: Fault, other: Fault) -> bool:
+def alike(fault: Fault, other: Fault) -> bool:
     """Whether two faults are one; the next op of the same line counts as the first."""
-    return (one.phase, one.module, one.cause.kind) == (other.phase, other.module, other.cause.kind)
+    return (fault.phase, fault.module, fault.cause.kind) == (other.phase, other.module, other.cause.kind)
 
 
 #: Faults of one run that are traced; bad steps, and steps that seem well, that are looked at for them.
@@ -429,68 +431,68 @@ _AFTER, _REST, _FEW = 3, 40, 16
 
 
 @dataclass(frozen=True)
-class Suspect:
+class SuspectStep:
     """A step to look at again: its index, its iteration, what was bad (nothing: it is only worth a look), and
     whether it left something lasting that is not finite."""
 
     index: int
     number: int
     bad: str = ""
-    spoiled: bool = False
+    lasting_damage: bool = False
 
 
-class Inquiry:
-    """Looks at steps of a run again; `seen` holds the faults, the counts of ops and what lint found, `unseen`
-    the steps that need another look than this one could give."""
+class Investigation:
+    """Looks at steps of a run again; `rerun_result` holds the faults, the counts of ops and what lint
+    found, `unchecked_steps` those that need another look than this one could give."""
 
-    def __init__(self, rerun: Rerun, steps: int, seen: Seen | None = None) -> None:
-        self.seen = Seen() if seen is None else seen
-        self.unseen: list[Suspect] = []
+    def __init__(self, rerun: Rerun, steps: int, rerun_result: RerunResult | None = None) -> None:
+        self.rerun_result = RerunResult() if rerun_result is None else rerun_result
+        self.unchecked_steps: list[SuspectStep] = []
         self.notes: list[str] = []
         self._rerun, self._steps = rerun, steps
-        self._looks: Counter[str] = Counter()
+        self._reruns: Counter[str] = Counter()
 
-    def look(self, suspect: Suspect) -> None:
+    def rerun(self, suspect: SuspectStep) -> None:
         """Tape a step and try the cures of its fault."""
-        enough = self._looks[suspect.bad] >= (_TRACES if suspect.bad else _GLANCES)
-        known = [fault for fault in self.seen.faults if not fault.of_the_scale]
-        if enough or (suspect.bad and len(known) >= _FAULTS):
+        enough = self._reruns[suspect.bad] >= (_TRACES if suspect.bad else _GLANCES)
+        faults = [fault for fault in self.rerun_result.faults if not fault.of_the_scale]
+        if enough or (suspect.bad and len(faults) >= _FAULTS):
             return
-        found = self._rerun.run(Again(suspect.index, taped=suspect.index))
-        if found is not None and suspect.bad == "error" and not found.faults:
+        rerun_result = self._rerun.run(RerunRequest(suspect.index, taped=suspect.index))
+        if rerun_result is not None and suspect.bad == "error" and not rerun_result.faults:
             return  # what a script raises is no matter of numbers, as a rule
-        if found is None or not found.counts or (suspect.bad and not found.faults):
-            self.unseen.append(suspect)
-        if found is None or not found.counts:
+        if rerun_result is None or not rerun_result.counts or (suspect.bad and not rerun_result.faults):
+            self.unchecked_steps.append(suspect)
+        if rerun_result is None or not rerun_result.counts:
             if suspect.bad != "error":
                 self.notes = ["the traced run did not reach that step: the script is not deterministic"]
             return
-        self._looks[suspect.bad] += 1
-        if not self.seen.counts:
-            self.seen.counts, self.seen.lint = found.counts, found.lint
-        for fault in found.faults:
-            self._keep(suspect, fault, found.falls)
-        if suspect.bad and not found.faults:
+        self._reruns[suspect.bad] += 1
+        if not self.rerun_result.counts:
+            self.rerun_result.counts, self.rerun_result.lint = rerun_result.counts, rerun_result.lint
+        for fault in rerun_result.faults:
+            self._keep(suspect, fault, rerun_result.falls)
+        if suspect.bad and not rerun_result.faults:
             text = "was bad in the first run and not when it was traced: nondeterminism, or a compiled region"
             self.notes = [f"step {suspect.number + 1} {text} that differs from eager"]
 
-    def _keep(self, suspect: Suspect, fault: Fault, falls: bool) -> None:
-        known = self.seen.faults
-        twin = next((other for other in known if fault.same_as(other)), None)
+    def _keep(self, suspect: SuspectStep, fault: Fault, falls: bool) -> None:
+        faults = self.rerun_result.faults
+        twin = next((other for other in faults if fault.same_as(other)), None)
         if twin is not None and not twin.behind:
             return
         if twin is not None:  # found behind a cure before; here it is on its own
-            known.remove(twin)
-        known.append(fault)
+            faults.remove(twin)
+        faults.append(fault)
         taped = not suspect.bad or fault.underflow or bool(fault.hidden)
         rest = max(0, self._steps - suspect.number - 1)
-        more = min(rest, 2 * _AFTER if suspect.spoiled else _AFTER)
-        again = Again(suspect.index, more=more, taped=suspect.index if taped else None)
+        more = min(rest, 2 * _AFTER if suspect.lasting_damage else _AFTER)
+        request = RerunRequest(suspect.index, more=more, taped=suspect.index if taped else None)
         rest = 0 if falls and fault.of_the_scale else min(rest, _REST)
-        for behind in try_cures(fault, again, self._rerun, rest):
-            if not any(behind.same_as(other) for other in known):
+        for behind in try_cures(fault, request, self._rerun, rest):
+            if not any(behind.same_as(other) for other in faults):
                 behind.behind = True
-                known.append(behind)
+                faults.append(behind)
 
     def try_from_start(self, fault: Fault, index: int, whole: bool) -> None:
         """Try the cures that need a run of their own; `whole`: to the end of the run."""
@@ -498,4 +500,6 @@ class Inquiry:
         more = 0 if taped is not None else self._steps if whole else min(self._steps - index, _REST)
         for cure in fault.cures:
             if cure.status == UNTRIED and cure.specs and cure.specs[0][0] in FROM_START:
-                try_cure(cure, fault, Again(index, more=more, taped=taped, from_start=True), self._rerun)
+                try_cure(
+                    cure, fault, RerunRequest(index, more=more, taped=taped, from_start=True), self._rerun
+                )

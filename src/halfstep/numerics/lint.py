@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from halfstep import optim
-from halfstep.convert.buffers import recomputed
+from halfstep.convert.buffers import is_recomputed
 from halfstep.errors import BannedOpError, ConfigError
 from halfstep.formats import FP16, Format, dtype_name, format_of
 from halfstep.names import is_normalisation, named_parameters
 from halfstep.numerics.cause import rerun
-from halfstep.numerics.snapshot import StepParticipants, closed_over, listed
+from halfstep.numerics.snapshot import StepParticipants, as_list, closure_of
 from halfstep.numerics.tape import Node, is_users
 from halfstep.numerics.trace import trace_step
 from halfstep.numerics.uncast import casts_weights, low_ops, no_region, weights_fault, zero_epsilons
@@ -76,30 +76,30 @@ def lint(
     if isinstance(step, nn.Module) or not (step is None or callable(step)):
         hint = "lint(model=...)" if isinstance(step, nn.Module) else "lint(step, *batch) or lint(model=...)"
         raise ConfigError(f"lint got a {type(step).__name__} as the step, expected a function: {hint}")
-    given = [x for x in (model, optimizer, session) if x is not None]
-    parts = StepParticipants(step, given)
-    found = findings_at_rest(parts, step, becomes)
+    participants = [x for x in (model, optimizer, session) if x is not None]
+    parts = StepParticipants(step, participants)
+    findings = findings_at_rest(parts, step, becomes)
     if step is not None:
         probe = LintProbe(parts.session)
-        own = [
+        versions = [
             (where, buffer, buffer._version)
             for where, module, name, buffer in _floating_buffers(parts)
             if (becomes is not None or buffer.dtype in LOW_DTYPES) and not is_normalisation(module)
-            if not buffer.is_inference() and not recomputed(module, name)
+            if not buffer.is_inference() and not is_recomputed(module, name)
         ]
         try:
             trace_step(step, *batch, session=parts.session, model=parts.models, optimizer=parts.optimizers,
-                       try_cures=False, observers=[probe.look])  # fmt: skip
+                       try_cures=False, observers=[probe.observe])  # fmt: skip
         except BannedOpError as error:
-            found.append(Finding("banned op", "loss", str(error), "see the remedy in the message"))
+            findings.append(Finding("banned op", "loss", str(error), "see the remedy in the message"))
         except RuntimeError as error:
-            found += _from_error(error)
-        found += probe.found()
+            findings += _from_error(error)
+        findings += probe.list_findings()
         text = "the model changes it in training, and 16 bits round small changes away"
         cure = "keep it in fp32 by a plan rule, PlanRule({!r}, dtype='fp32'), or make a count an integer"
-        changed = (name for name, buffer, version in own if buffer._version != version)
-        found += [Finding("low buffer", name, text, cure.format(name)) for name in changed]
-    return list(dict.fromkeys(found))
+        changed = (name for name, buffer, version in versions if buffer._version != version)
+        findings += [Finding("low buffer", name, text, cure.format(name)) for name in changed]
+    return list(dict.fromkeys(findings))
 
 
 def findings_at_rest(
@@ -108,8 +108,8 @@ def findings_at_rest(
     """Yield findings that need no step: in buffers, optimizers, criteria and the session."""
     return [
         *_buffers(parts, becomes),
-        *(Finding("epsilon", *found) for found in zero_epsilons(parts.optimizers)),
-        *(Finding("fused step", *found) for found in find_idle_steps(parts.optimizers)),
+        *(Finding("epsilon", *row) for row in zero_epsilons(parts.optimizers)),
+        *(Finding("fused step", *row) for row in find_idle_steps(parts.optimizers)),
         *coarse_weights(parts.optimizers),
         *_zero_moments(parts.optimizers),
         *_losses(parts, step),
@@ -123,7 +123,7 @@ def _where(node: Node) -> str:
 
 
 class LintProbe:
-    """An observer for the tape of a session's step, or of any; `found()` after it."""
+    """An observer for the tape of a session's step, or of any; `list_findings()` after it."""
 
     def __init__(self, session: Any = None) -> None:
         self.findings: list[Finding] = []
@@ -134,14 +134,14 @@ class LintProbe:
         if session is not None and casts_weights(session.level, session.policy):
             self._uncast, self._low = "", low_ops(session.policy)
 
-    def found(self) -> list[Finding]:
+    def list_findings(self) -> list[Finding]:
         """Return the findings of the step."""
         weights = [*_unfit_weights(self._session)]
         if self._uncast and not weights:
             return [*self.findings, Finding("no region", self._uncast, *no_region(self._session.policy))]
         return [*self.findings, *weights]
 
-    def look(self, node: Node, finite: bool) -> None:
+    def observe(self, node: Node, finite: bool) -> None:
         """Check one op as it ran."""
         if node.func.is_view or node.phase not in ("forward", "recompute"):
             return
@@ -152,19 +152,19 @@ class LintProbe:
         tensors = [t for t in node.tensors() if t.is_floating_point()]
         if any(t.dtype == torch.float16 for t in (*node.outs, *tensors)):
             for check in (_scalars, _mask_cast, _long):
-                found = check(node, tensors, any(t.dtype == torch.float16 for t in node.outs[:1]))
-                self.findings += [Finding(rule, _where(node), text, cure) for rule, text, cure in found]
+                rows = check(node, tensors, any(t.dtype == torch.float16 for t in node.outs[:1]))
+                self.findings += [Finding(rule, _where(node), text, cure) for rule, text, cure in rows]
         if node.outs and node.outs[0].dtype in LOW_DTYPES:
-            found = (*_stuck(node), *_equal_neighbours(node))
-            self.findings += [Finding(rule, _where(node), text, cure) for rule, text, cure in found]
+            rows = (*_find_stuck(node), *_equal_neighbours(node))
+            self.findings += [Finding(rule, _where(node), text, cure) for rule, text, cure in rows]
 
 
-_Found = Iterable[tuple[str, str, str]]
+_Problem = Iterable[tuple[str, str, str]]
 """Rule, text and cure."""
 _MASK_CURE = "use torch.finfo(x.dtype).min, or float('-inf') before a softmax"
 
 
-def _scalars(node: Node, tensors: list[Tensor], half: bool) -> _Found:
+def _scalars(node: Node, tensors: list[Tensor], half: bool) -> _Problem:
     if not any(t.dtype == torch.float16 for t in (tensors or node.outs)):
         return
     base = node.base.rstrip("_")
@@ -179,7 +179,7 @@ def _scalars(node: Node, tensors: list[Tensor], half: bool) -> _Found:
             yield "mask", f"{value:g} does not fit fp16, which ends at 65504", _MASK_CURE
 
 
-def _mask_cast(node: Node, tensors: list[Tensor], half: bool) -> _Found:
+def _mask_cast(node: Node, tensors: list[Tensor], half: bool) -> _Problem:
     if not half or node.base != "_to_copy" or not tensors or not tensors[0].numel():
         return
     low, high = torch.aminmax(tensors[0])
@@ -188,29 +188,29 @@ def _mask_cast(node: Node, tensors: list[Tensor], half: bool) -> _Found:
         yield "mask", text, "build the mask with torch.finfo(torch.float16).min"
 
 
-def _long(node: Node, tensors: list[Tensor], half: bool) -> _Found:
+def _long(node: Node, tensors: list[Tensor], half: bool) -> _Problem:
     if not half or not tensors:
         return
     if node.base in ("_softmax", "_log_softmax", "logsumexp"):
         terms = tensors[0].shape[node.args[1] if isinstance(node.args[1], int) else node.args[1][0]]
         text = f"{terms} terms in fp16: their sum does not fit"
-        found = "softmax", text, "run softmax in fp32: policy.with_rules(full=['softmax', 'log_softmax'])"
+        row = "softmax", text, "run softmax in fp32: policy.with_rules(full=['softmax', 'log_softmax'])"
     elif node.base in ("sum", "mean"):
         terms = tensors[0].numel() // max(1, node.outs[0].numel())
         why = "the sum leaves fp16" if node.base == "sum" else "1/n in its gradient underflows fp16"
         text = f"{node.base} over {terms} elements in fp16: {why}"
-        found = "long reduction", text, f"x.{node.base}(dtype=torch.float32)"
+        row = "long reduction", text, f"x.{node.base}(dtype=torch.float32)"
     else:
         return
     if terms > FP16.max:
-        yield found
+        yield row
 
 
 #: Share of the changes to an average that rounding swallows, beyond which it does not move.
 _STUCK = 0.9
 
 
-def _stuck(node: Node) -> _Found:
+def _find_stuck(node: Node) -> _Problem:
     """Find a 16-bit running average or count that a change below its spacing leaves as it is."""
     base = node.base.removeprefix("_foreach_")
     learning = torch.is_grad_enabled() and any(t.requires_grad for t in node.tensors())
@@ -228,9 +228,9 @@ def _stuck(node: Node) -> _Found:
         yield "average", text, "keep this average in fp32"
 
 
-def _equal_neighbours(node: Node) -> _Found:
+def _equal_neighbours(node: Node) -> _Problem:
     """Find positions or cumulative sums whose neighbours become equal in 16 bits."""
-    out, given = node.outs[0], node.tensors()
+    out, inputs = node.outs[0], node.tensors()
     if out.numel() < 16:
         return
     if node.base == "cumsum":
@@ -238,8 +238,8 @@ def _equal_neighbours(node: Node) -> _Found:
         row = [x.movedim(dim, -1).reshape(-1, x.shape[dim])[0] for x in (out, *exact[:1])]
     elif node.base in ("arange", "linspace") and out.dim() == 1:
         row = [out, torch.arange(len(out), device=out.device)]
-    elif node.base == "_to_copy" and out.numel() == max(out.shape, default=0) and given:
-        whole = given[0].detach().flatten().float()
+    elif node.base == "_to_copy" and out.numel() == max(out.shape, default=0) and inputs:
+        whole = inputs[0].detach().flatten().float()
         row = [out.flatten(), whole] if bool((whole == whole.round()).all()) else []
     else:
         return
@@ -270,7 +270,7 @@ def _buffers(parts: StepParticipants, becomes: str | torch.dtype | None) -> Iter
                 text = f"running statistics in {dtype_name(buffer.dtype)} stop moving and lose range"
                 yield Finding("low buffer", where, text, "keep normalisation statistics in fp32")
         elif becomes is not None or buffer.dtype in LOW_DTYPES:
-            yield from _merged(where, buffer, format_of(becomes or buffer.dtype))
+            yield from _find_merged(where, buffer, format_of(becomes or buffer.dtype))
 
 
 def _floating_buffers(parts: StepParticipants) -> Iterable[tuple[str, nn.Module, str, Tensor]]:
@@ -281,7 +281,7 @@ def _floating_buffers(parts: StepParticipants) -> Iterable[tuple[str, nn.Module,
                     yield f"{path}.{name}".strip("."), module, name, buffer
 
 
-def _merged(where: str, buffer: Tensor, fmt: Format) -> Iterable[Finding]:
+def _find_merged(where: str, buffer: Tensor, fmt: Format) -> Iterable[Finding]:
     """Find a buffer whose values leave the format, or become equal in it (positions, frequencies)."""
     wide = buffer.detach().float().flatten()
     low = wide if buffer.dtype == fmt.torch_dtype else wide.to(fmt.torch_dtype).float()
@@ -306,8 +306,10 @@ def _low_weights(optimizers: Iterable[torch.optim.Optimizer]) -> Iterable[Findin
     for optimizer in optimizers:
         kind, keeps = type(optimizer).__name__, holder_of(optimizer) is not None
         for number, group in enumerate(optimizer.param_groups):
-            own = keeps and group.get("master", "") is not None
-            low = [p for p in group["params"] if p.dtype in LOW_DTYPES and p.requires_grad and not own]
+            has_masters = keeps and group.get("master", "") is not None
+            low = [
+                p for p in group["params"] if p.dtype in LOW_DTYPES and p.requires_grad and not has_masters
+            ]
             rate = group.get("initial_lr", group.get("lr"))  # a warm-up begins at 0
             steps = ((p, expected_step(p, group, float(rate))) for p in low if rate is not None)
             pairs = ((p, step) for p, step in steps if step is not None)
@@ -385,19 +387,19 @@ def audit(
     Raises:
         ConfigError: a model or optimizer that is none, or an unknown dtype.
     """
-    models, optimizers = listed(model), listed(optimizer)
+    models, optimizers = as_list(model), as_list(optimizer)
     for kind, things in ((nn.Module, models), (torch.optim.Optimizer, optimizers)):
-        for wrong in (x for x in things if not isinstance(x, kind)):
+        for thing in (x for x in things if not isinstance(x, kind)):
             raise ConfigError(
-                f"audit got a {type(wrong).__name__}, expected a {kind.__name__}: audit(model, optimizer)"
+                f"audit got a {type(thing).__name__}, expected a {kind.__name__}: audit(model, optimizer)"
             )
     parts = StepParticipants(None, [*models, *optimizers])
-    found = findings_at_rest(parts, becomes=becomes)
+    findings = findings_at_rest(parts, becomes=becomes)
     low = [row for row in _low_weights(optimizers) if row.rule == "low weights"]
-    return Audit([*low, *found, *_untied(models)])
+    return Audit([*low, *findings, *_find_untied(models)])
 
 
-def _untied(models: Iterable[nn.Module]) -> Iterable[Finding]:
+def _find_untied(models: Iterable[nn.Module]) -> Iterable[Finding]:
     """Find pairs of matrices in two dtypes of which one is the other, rounded."""
     for model in models:
         weights = {n: p.detach() for n, p in named_parameters(model).items() if p.dim() > 1 and not p.is_meta}
@@ -419,7 +421,7 @@ _PROBABILITIES = (
 
 def _losses(parts: StepParticipants, step: Callable[..., Any] | None) -> Iterable[Finding]:
     modules = {m: n for model in parts.models for n, m in model.named_modules()}
-    modules = {v: "loss" for v in closed_over(step) if isinstance(v, nn.Module)} | modules
+    modules = {v: "loss" for v in closure_of(step) if isinstance(v, nn.Module)} | modules
     for module, path in modules.items():
         if isinstance(module, nn.BCELoss):
             yield Finding("probabilities", path or "BCELoss", *_PROBABILITIES)
@@ -454,8 +456,8 @@ def lint_source(source: str, name: str = "script") -> list[Finding]:
     calls = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Call)]
     calls.sort(key=lambda n: (n.lineno, n.col_offset))
     losses = (call for call in calls if called(call) in ("BCELoss", "binary_cross_entropy"))
-    found = (Finding("probabilities", f"{name}:{call.lineno}", *_PROBABILITIES) for call in losses)
-    return [*_clipping(calls, name), *found]
+    findings = (Finding("probabilities", f"{name}:{call.lineno}", *_PROBABILITIES) for call in losses)
+    return [*_clipping(calls, name), *findings]
 
 
 def _clipping(calls: list[ast.Call], script: str) -> Iterable[Finding]:

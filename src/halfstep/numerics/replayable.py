@@ -64,7 +64,7 @@ class Replayable:
     row of bad steps, the second, the fourth and so on. Each cause is named once, in a warning; a range that
     only the present loss scale exceeds is no fault and is kept without one. Steps of a model under
     `fully_shard` are not replayed: a warning names the first bad one. What a step trains is looked for in
-    each step anew and not kept, so that a session which holds a Replayable is not kept alive by it.
+    each step and not kept, so that a session which holds a Replayable is not kept alive by it.
 
     Args:
         session: a Session, or None with `model` and `optimizer` given (or found through the step function).
@@ -90,13 +90,13 @@ class Replayable:
         self._others = [x for x in (model, optimizer, *others) if x is not None]
         self._limit, self._warn = limit, warn
         self._replays = self._bad_in_a_row = 0
-        self._told = False
+        self._has_warned = False
         self._ran: _Ran | None = None
 
     @property
     def traces(self) -> list[tuple[int, Trace]]:
         """Return step number and trace of each cause found; this may replay the last step."""
-        self.settle()
+        self.finish()
         return self._traces
 
     @property
@@ -114,7 +114,7 @@ class Replayable:
         Raises:
             LossScaleCollapsed: as the session does, with the first bad op in the message.
         """
-        self.settle()
+        self.finish()
         parts = StepParticipants(step, self._given)
         steps = 0 if parts.session is None else parts.session.steps
         ran = _Ran(step, batch, parts, Snapshot(parts, weights=False), steps)
@@ -130,10 +130,10 @@ class Replayable:
                 hook.remove()
         self._ran = ran
         if ran.device.type == "cpu":
-            self.settle()
+            self.finish()
         return ran.result
 
-    def settle(self) -> None:
+    def finish(self) -> None:
         """Read the last step's verdict, and replay the step if it was bad and may show a new cause."""
         ran, self._ran = self._ran, None
         if ran is None:
@@ -149,11 +149,11 @@ class Replayable:
         bad = _on_any_rank(ran, bad)
         self._bad_in_a_row = self._bad_in_a_row + 1 if bad else 0
         power_of_two = self._bad_in_a_row & (self._bad_in_a_row - 1) == 0
-        wanted = bad and power_of_two and self._replays < _TRIES * self._limit
-        if ran.sharded and bad and self._warn and not self._told:
-            self._told = True
+        replay_due = bad and power_of_two and self._replays < _TRIES * self._limit
+        if ran.sharded and bad and self._warn and not self._has_warned:
+            self._has_warned = True
             warn(_SHARDED.format(self.steps))
-        elif not ran.sharded and wanted and _on_any_rank(ran, len(self._traces) < self._limit):
+        elif not ran.sharded and replay_due and _on_any_rank(ran, len(self._traces) < self._limit):
             self._keep(self._replay(ran), self._warn)
 
     @property
@@ -161,20 +161,20 @@ class Replayable:
         """Return the objects given to the constructor that are alive."""
         return [x for x in (self._session(), *self._others) if x is not None]
 
-    def _keep(self, trace: Trace, tell: bool) -> None:
+    def _keep(self, trace: Trace, warns: bool) -> None:
         """Keep a trace whose cause is new, and warn if asked."""
         bad = trace.bad
-        if bad is None or any(bad.same_as(known.bad) for _, known in self._traces):
+        if bad is None or any(bad.same_as(other.bad) for _, other in self._traces):
             return
         self._traces.append((self.steps, trace))
-        if tell and not bad.harmless and bad.cause.kind != "rank":
+        if warns and not bad.harmless and bad.cause.kind != "rank":
             warn(f"step {self.steps}: {bad.summary()}")
 
     def _with_origin(self, error: LossScaleCollapsed, ran: _Ran) -> LossScaleCollapsed:
         if ran.sharded:
             return LossScaleCollapsed(str(error))
         trace = self._replay(ran)
-        self._keep(trace, tell=False)
+        self._keep(trace, warns=False)
         bad = trace.bad
         return LossScaleCollapsed(f"{error}; first bad op: {bad.summary()}" if bad else str(error))
 
@@ -208,8 +208,8 @@ class Replayable:
             after.restore()
 
 
-def _on_any_rank(ran: _Ran, here: bool) -> bool:
+def _on_any_rank(ran: _Ran, flag: bool) -> bool:
     """Whether any rank replays: then all do, since a replay takes part in their collectives."""
     if world_size() == 1:
-        return here
-    return bool(all_ranks(torch.tensor(here, device=ran.device), ran.parts.group))
+        return flag
+    return bool(all_ranks(torch.tensor(flag, device=ran.device), ran.parts.group))

@@ -36,14 +36,14 @@ def scale_of(session: Any, scaler: Any) -> float | Tensor:
     return 1.0 if scaler is None else scaler.get_scale()
 
 
-def listed(value: Any) -> list[Any]:
+def as_list(value: Any) -> list[Any]:
     """Return one object, several or None, as a list."""
     if value is None:
         return []
     return list(value) if isinstance(value, Iterable) and not isinstance(value, nn.Module) else [value]
 
 
-def prefixed(models: Iterable[nn.Module]) -> Iterable[tuple[str, nn.Module]]:
+def with_prefixes(models: Iterable[nn.Module]) -> Iterable[tuple[str, nn.Module]]:
     """Yield models with the prefix of their names: none for the first, its class for any other."""
     return ((f"{type(model).__name__}." if number else "", model) for number, model in enumerate(models))
 
@@ -57,8 +57,8 @@ class StepParticipants:
 
     loop = ""
 
-    def __init__(self, step: Callable[..., Any] | None, given: Iterable[Any] = ()) -> None:
-        things = list(given)
+    def __init__(self, step: Callable[..., Any] | None, participants: Iterable[Any] = ()) -> None:
+        things = list(participants)
         if step is not None:
             things += [t for t in _reachable(step) if all(t is not g for g in things)]
         self.session: Any = next((t for t in things if is_session(t)), None)
@@ -103,7 +103,7 @@ class StepParticipants:
     def named_values(self) -> Iterable[tuple[str, str, Tensor]]:
         """Yield kind (parameter, buffer or state), name and value of what a step may change."""
         names: dict[Tensor, str] = {}
-        for prefix, model in prefixed(self.models):
+        for prefix, model in with_prefixes(self.models):
             for name, parameter in model.named_parameters():
                 names[parameter] = prefix + name
                 yield "parameter", prefix + name, parameter
@@ -125,28 +125,28 @@ def _keeps_state(thing: Any) -> bool:
     )
 
 
-def closed_over(function: Any) -> list[Any]:
+def closure_of(function: Any) -> list[Any]:
     """Return the values in a function's closure."""
-    found: list[Any] = []
+    values: list[Any] = []
     for cell in getattr(function, "__closure__", None) or ():
         with suppress(ValueError):  # a name the enclosing function has not bound yet
-            found.append(cell.cell_contents)
-    return found
+            values.append(cell.cell_contents)
+    return values
 
 
 def _reachable(step: Callable[..., Any]) -> list[Any]:
     """Return stateful objects that a function refers to: in its closure, as globals, as its `self`."""
     function = getattr(step, "__func__", step)
     function = getattr(function, "func", function)
-    found: list[Any] = []
+    things: list[Any] = []
     owner = getattr(step, "__self__", None)
     if owner is not None:
-        found += [owner, *getattr(owner, "__dict__", {}).values()]
+        things += [owner, *getattr(owner, "__dict__", {}).values()]
     code = getattr(function, "__code__", None)
     if code is not None:
         names = getattr(function, "__globals__", {})
-        found += [names[n] for n in code.co_names if n in names] + closed_over(function)
-    listed = [x for t in found for x in (t if isinstance(t, list | tuple) else (t,))]
+        things += [names[n] for n in code.co_names if n in names] + closure_of(function)
+    listed = [x for t in things for x in (t if isinstance(t, list | tuple) else (t,))]
     return [t for t in listed if is_session(t) or _keeps_state(t)]
 
 
@@ -218,7 +218,9 @@ def _buffers(modules: Sequence[nn.Module]) -> Restore:
     """Save buffers with their bindings, which forward may change."""
     training = [(m, m.training) for m in modules]
     bound = [(m, dict(m._buffers)) for m in modules if m._buffers]
-    restore_values = _values({id(b): b for _, own in bound for b in own.values() if b is not None}.values())
+    restore_values = _values(
+        {id(b): b for _, buffers in bound for b in buffers.values() if b is not None}.values()
+    )
 
     def restore() -> None:
         for module, mode in training:
@@ -270,7 +272,7 @@ class Snapshot:
                 state = copy.deepcopy(thing.state_dict())
                 self._restore.append(partial(_load, thing, state))
         if parts.session is not None:
-            self._restore.append(parts.session.remember(weights))
+            self._restore.append(parts.session.snapshot(weights))
         for release in filter(None, (getattr(o, "release", None) for o in parts.optimizers)):
             self._restore.append(release.memory())
             if weights:  # what an optimizer that releases gradients clips the next ones by

@@ -74,7 +74,7 @@ _KERNEL_NAMES = {
 class OpLocation:
     """The place of an op. `file` and `line` are the user's; `node` names the backward node, if any.
 
-    `call` numbers the torch functions the user called (0: unknown), so that the kernels of one call are told
+    `call` numbers the torch functions the user called (0: unknown), so that the kernels of one call differ
     from those of the next. `in_region`: whether autocast was on, in backward where the forward op ran.
     """
 
@@ -130,7 +130,7 @@ def _stack() -> Iterable[Any]:
         frame = frame.f_back
 
 
-def look() -> tuple[str, str, int]:
+def call_site() -> tuple[str, str, int]:
     """Walk the Python stack outward: (`backward`, `recompute` or "", the user's file, the user's line).
 
     Inside backward the walk stops at the engine: what lies beyond is the call of backward itself.
@@ -167,15 +167,15 @@ def _variables(frame: Any) -> Iterable[tuple[str, torch.Tensor]]:
 
 def users_names(tensors: Iterable[torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the names of the user's variables that hold these tensors, outermost function first."""
-    wanted = {key_of(t): t for t in tensors if t.numel()}
-    frames = [f for f in _stack() if is_users(f.f_code.co_filename)] if wanted else []
-    found: dict[str, torch.Tensor] = {}
-    for one in reversed(frames):
-        for name, value in _variables(one):
+    tensors_by_key = {key_of(t): t for t in tensors if t.numel()}
+    frames = [f for f in _stack() if is_users(f.f_code.co_filename)] if tensors_by_key else []
+    names: dict[str, torch.Tensor] = {}
+    for frame in reversed(frames):
+        for name, value in _variables(frame):
             key = key_of(value)
-            if key in wanted:
-                found.setdefault(name, wanted.pop(key))
-    return found
+            if key in tensors_by_key:
+                names.setdefault(name, tensors_by_key.pop(key))
+    return names
 
 
 def within(module: str, kind: str) -> str:
@@ -250,8 +250,8 @@ class Node:
         A cast is a `cast`, unless it rounds the result of the same call: that is part of the op.
         """
         if self.base == "_to_copy":
-            made = self.parents[0][0] if self.parents and self.parents[0] else None
-            if made is None or made.base == "_to_copy" or not 0 < self.location.call == made.location.call:
+            maker = self.parents[0][0] if self.parents and self.parents[0] else None
+            if maker is None or maker.base == "_to_copy" or not 0 < self.location.call == maker.location.call:
                 return "cast"
         return op_label(self.location.function, self.base)
 
@@ -259,23 +259,23 @@ class Node:
         """Return the tensor arguments, as they were before the op ran."""
         return tensors_in((self.args, self.kwargs))
 
-    def given(self) -> list[Tensor]:
+    def user_tensors(self) -> list[Tensor]:
         """Return the tensors of the user's call, where this op only rounds its result; else its own."""
         if self.base != "_to_copy" or self.op == "cast" or not self.outs:
             return self.tensors()
-        return self._given_to_call(self.outs[0].dtype)
+        return self._tensors_of_call(self.outs[0].dtype)
 
-    def _given_to_call(self, dtype: torch.dtype) -> list[Tensor]:
+    def _tensors_of_call(self, dtype: torch.dtype) -> list[Tensor]:
         """Follow ops of the same call to their first tensors; a cast by autocast counts as its input."""
-        found: list[Tensor] = []
+        tensors: list[Tensor] = []
         for t, parent in zip(self.tensors(), self.parents):
-            made = None if parent is None else parent[0]
-            own = made is not None and not made.dropped and made.location.call == self.location.call
-            if made is None or not own or (made.base == "_to_copy" and t.dtype == dtype):
-                found.append(t)
+            maker = None if parent is None else parent[0]
+            same_call = maker is not None and not maker.dropped and maker.location.call == self.location.call
+            if maker is None or not same_call or (maker.base == "_to_copy" and t.dtype == dtype):
+                tensors.append(t)
             else:
-                found += made._given_to_call(dtype)
-        return found
+                tensors += maker._tensors_of_call(dtype)
+        return tensors
 
 
 @dataclass(frozen=True)
@@ -452,19 +452,19 @@ class Tape(TorchDispatchMode):
         self.ends.append(End(kind, name, origins))
         return False
 
-    def look_at_root(self, loss: Tensor) -> None:
+    def mark_backward(self, loss: Tensor) -> None:
         """Note where backward begins."""
         if self.check("loss", "loss", loss):
             with disable_current_modes():
                 self.root_amax = max(self.root_amax, float(amax(loss)) if loss.numel() == 1 else 0.0)
 
-    def _phase(self, found: str) -> str:
+    def _phase(self, stack_phase: str) -> str:
         in_closure = self._steps[-1:] == [True] and (torch.is_grad_enabled() or graph_task() != -1)
         if self._steps and not in_closure:
             return "optimizer"
         if graph_task() != -1:
             self.backward_seen = True
-            return found or "backward"
+            return stack_phase or "backward"
         after = (
             self.backward_seen
             and not torch.is_grad_enabled()
@@ -473,8 +473,8 @@ class Tape(TorchDispatchMode):
         return "optimizer" if after else "forward"
 
     def _locate(self, func: Any) -> tuple[str, OpLocation]:
-        found, file, line = look()
-        phase = self._phase(found)
+        stack_phase, file, line = call_site()
+        phase = self._phase(stack_phase)
         sequence = sequence_number() - 1
         function, call, region = self.calls[-1] if self.calls else (None, 0, False)
         module = self._running[-1] if self._running else None
@@ -484,26 +484,26 @@ class Tape(TorchDispatchMode):
             if not file:
                 location = self._lines.get(location.module, location)
             self._lines.setdefault(location.module, location)
-            known = self._locations.setdefault(sequence, [])
-            if not known or phase == "recompute":
-                known.append((schema_of(func).name.split("::")[-1], location))
+            entries = self._locations.setdefault(sequence, [])
+            if not entries or phase == "recompute":
+                entries.append((schema_of(func).name.split("::")[-1], location))
             return phase, location
         return phase, self._forward_location(location)
 
-    def _forward_location(self, here: OpLocation) -> OpLocation:
+    def _forward_location(self, op_location: OpLocation) -> OpLocation:
         """Return the forward call of the running backward node; a custom backward keeps its own line."""
         node: Any = running_node()
         sequence = _NO_SEQUENCE if node is None else node_number(node)
-        known = self._locations.get(sequence) if sequence < _NO_SEQUENCE else None
-        if node is None or not known:
+        entries = self._locations.get(sequence) if sequence < _NO_SEQUENCE else None
+        if node is None or not entries:
             file, line = self.backward_call
-            return here if here.file else replace(here, file=file, line=line)
+            return op_location if op_location.file else replace(op_location, file=file, line=line)
         name = node.name().lower()
-        matching = (s for base, s in reversed(known) if base.replace("_", "") in name)
-        location = next(matching, known[-1][1])
-        if here.file:
+        matching = (s for base, s in reversed(entries) if base.replace("_", "") in name)
+        location = next(matching, entries[-1][1])
+        if op_location.file:
             module, kind, region = location.module, location.module_class, location.in_region
-            return replace(here, module=module, module_class=kind, node=node.name(), in_region=region)
+            return replace(op_location, module=module, module_class=kind, node=node.name(), in_region=region)
         return replace(location, node=node.name())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -515,15 +515,15 @@ class Tape(TorchDispatchMode):
             return self._collective(func, args, kwargs)
         phase, location = self._locate(func)
         node = Node(len(self.nodes), func, phase, location)
-        written = written_by(func, args, kwargs)
+        written = tensors_written(func, args, kwargs)
         # What an op overwrites is copied first: its re-run needs the values it was given.
         copies = {id(t): t.detach().clone() for t in written if t.layout == torch.strided}
         for t in written:
             if id(t) in copies:
                 self.originals.setdefault(key_of(t), copies[id(t)])
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        given = [x for x in leaves if isinstance(x, Tensor)]
-        node.parents = [self._maker(t) for t in given]
+        inputs = [x for x in leaves if isinstance(x, Tensor)]
+        node.parents = [self._maker(t) for t in inputs]
         node.args, node.kwargs = pytree.tree_unflatten([copies.get(id(x), x) for x in leaves], spec)
         out = func(*args, **kwargs)
         results = [*tensors_in(out), *(t for t in written)]
@@ -533,22 +533,22 @@ class Tape(TorchDispatchMode):
         if node.base in _ARRIVES:
             return out
         self.nodes.append(node)
-        self._count(node, results, given)
-        bad = self._judge(node, given, copies)
+        self._count(node, results, inputs)
+        bad = self._judge(node, inputs, copies)
         for observer in self._observers:
             observer(node, not bad)
         for place, t in enumerate(results):
             # Autograd counts an op's own write later than here (`_foreach` ones not at all), and gives a view
             # the count of what it shows.
-            version = _version(given[0] if func.is_view and given else t)
+            version = _version(inputs[0] if func.is_view and inputs else t)
             self._made[key_of(t)] = node, place, (version, version + (id(t) in copies))
         self._keep(node, bad)
         return out
 
     def _maker(self, t: Tensor) -> tuple[Node, int] | None:
         """Return the op that wrote `t`; None where it was written since, through another view."""
-        made = self._made.get(key_of(t))
-        return made[:2] if made is not None and _version(t) in made[2] else None
+        entry = self._made.get(key_of(t))
+        return entry[:2] if entry is not None and _version(t) in entry[2] else None
 
     def _collective(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Record a collective, which is not rerun: it would wait for the other ranks, or is not over.
@@ -557,72 +557,72 @@ class Tape(TorchDispatchMode):
         """
         self.talked = True
         out = func(*args, **kwargs)
-        given = tensors_in((args, kwargs))
-        known = [self._bad[_storage(t)][0] for t in given if _storage(t) in self._bad]
-        for t in (*given, *tensors_in(out)):
+        inputs = tensors_in((args, kwargs))
+        origins = [self._bad[_storage(t)][0] for t in inputs if _storage(t) in self._bad]
+        for t in (*inputs, *tensors_in(out)):
             self._received[_storage(t)] = t
-            if known:
-                self._bad.setdefault(_storage(t), (frozenset().union(*known), t))
+            if origins:
+                self._bad.setdefault(_storage(t), (frozenset().union(*origins), t))
         return out
 
     def was_received(self, t: Tensor) -> bool:
         """Whether a collective wrote the memory of `t`."""
         return _storage(t) in self._received
 
-    def _count(self, node: Node, results: list[Tensor], given: list[Tensor]) -> None:
+    def _count(self, node: Node, results: list[Tensor], inputs: list[Tensor]) -> None:
         if node.func.is_view or node.base in _UNCOUNTED or node.func.namespace == "halfstep":
             return
-        dtype = next((t.dtype for t in (*results, *given) if t.is_floating_point()), None)
+        dtype = next((t.dtype for t in (*results, *inputs) if t.is_floating_point()), None)
         if dtype is not None:
             self.counts[(node.phase, node.op, dtype_name(dtype))] += 1
 
-    def _judge(self, node: Node, given: list[Tensor], copies: dict[int, Tensor]) -> bool:
+    def _judge(self, node: Node, inputs: list[Tensor], copies: dict[int, Tensor]) -> bool:
         """Decide whether the node's results are finite, and whether it is an origin or passed it on."""
         if node.func.is_view:
             return False
         looked = node.outs[:1] if node.base.startswith(_ONLY_FIRST) else node.outs
-        wrong = [t for t in looked if not is_finite(t)]
-        if not wrong:
-            self._note_swallowed(node, given, copies)
+        nonfinite = [t for t in looked if not is_finite(t)]
+        if not nonfinite:
+            self._note_swallowed(node, inputs, copies)
             for t in looked:
                 self._bad.pop(_storage(t), None)
             return False
         unread = copies if node.base in _OVERWRITES else {}
-        culprits = [t for t in given if id(t) not in unread and not is_finite(copies.get(id(t), t))]
-        known = [self._bad.get(_storage(t)) for t in culprits]
-        node.outside = [t for t, k in zip(culprits, known) if k is None]
-        node.origins = frozenset().union(*(k[0] for k in known if k is not None))
+        culprits = [t for t in inputs if id(t) not in unread and not is_finite(copies.get(id(t), t))]
+        entries = [self._bad.get(_storage(t)) for t in culprits]
+        node.outside = [t for t, k in zip(culprits, entries) if k is None]
+        node.origins = frozenset().union(*(k[0] for k in entries if k is not None))
         if node.outside and not node.origins and node.base in _MOVES and node.phase == "forward":
             return False
-        fresh_nan = _has_nan(wrong) and not any(_has_nan([copies.get(id(t), t)]) for t in culprits)
+        fresh_nan = _has_nan(nonfinite) and not any(_has_nan([copies.get(id(t), t)]) for t in culprits)
         masks = all(self.candidates[i].intended for i in node.origins)
         if not culprits or node.outside or (masks and fresh_nan):
-            node.intended = (not culprits and _writes_infinity(node)) or _adds_mask(node, wrong)
+            node.intended = (not culprits and _writes_infinity(node)) or _adds_mask(node, nonfinite)
             node.origins |= {node.index}
             self.candidates[node.index] = node
             if len(self.candidates) <= 16:
-                node.names = users_names([copies.get(id(t), t) for t in given])
+                node.names = users_names([copies.get(id(t), t) for t in inputs])
         else:
             self.passed.append(node)
-        for t in wrong:
+        for t in nonfinite:
             self._bad[_storage(t)] = (node.origins, t)
         return True
 
-    def _note_swallowed(self, node: Node, given: list[Tensor], copies: dict[int, Tensor]) -> None:
+    def _note_swallowed(self, node: Node, inputs: list[Tensor], copies: dict[int, Tensor]) -> None:
         """Note an op that takes in nonfinite values and gives finite ones: a softmax over a mask may."""
         if not self._bad or node.base.endswith(_MAY_SWALLOW) or node.base in _OVERWRITES:
             return
         if not any(t.is_floating_point() for t in node.outs):
             return
-        for t in given:
-            known = self._bad.get(_storage(t))
-            if known is not None and not is_finite(copies.get(id(t), t)):
-                self.swallowed.append((node, known[0]))
+        for t in inputs:
+            entry = self._bad.get(_storage(t))
+            if entry is not None and not is_finite(copies.get(id(t), t)):
+                self.swallowed.append((node, entry[0]))
 
     def _keep(self, node: Node, bad: bool) -> None:
         """Keep arguments and results while the budget lasts; those of origins always."""
         if bad and node.index in self.candidates and len(self.candidates) <= 16:
-            node.args, node.kwargs = _detached(node.args), _detached(node.kwargs)
+            node.args, node.kwargs = _detach(node.args), _detach(node.kwargs)
             return
         size = sum(t.numel() * t.element_size() for t in node.outs)
         self._kept[node.index] = (node, size)
@@ -636,20 +636,20 @@ class Tape(TorchDispatchMode):
             old.args, old.kwargs, old.outs, old.parents, old.dropped = (), None, [], [], True
 
 
-def _detached(tree: Any) -> Any:
+def _detach(tree: Any) -> Any:
     leaves, spec = pytree.tree_flatten(tree)
     return pytree.tree_unflatten([x.detach().clone() if isinstance(x, Tensor) else x for x in leaves], spec)
 
 
-def written_by(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+def tensors_written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """Return the tensors that the op changes in place, by its schema, and running statistics."""
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     for i, argument in enumerate(schema_of(func).arguments):
         declared = argument.alias_info is not None and argument.alias_info.is_write
         if declared or argument.name in ("running_mean", "running_var"):
             value = args[i] if i < len(args) else (kwargs or {}).get(argument.name)
-            found += tensors_in(value)
-    return found
+            tensors += tensors_in(value)
+    return tensors
 
 
 def _has_nan(tensors: list[Tensor]) -> bool:
@@ -664,9 +664,9 @@ def _writes_infinity(node: Node) -> bool:
     return any(math.isinf(x) for x in scalars)
 
 
-def _adds_mask(node: Node, wrong: list[Tensor]) -> bool:
+def _adds_mask(node: Node, nonfinite: list[Tensor]) -> bool:
     """Whether all inputs from before the step are a mask of zeros and -inf, and the op applied it."""
-    if node.base not in ("add", "add_", "baddbmm") or not node.outside or _has_nan(wrong):
+    if node.base not in ("add", "add_", "baddbmm") or not node.outside or _has_nan(nonfinite):
         return False
     return all(bool(((t == 0) | (t == -math.inf)).all()) for t in node.outside)
 
@@ -677,13 +677,13 @@ class _Calls(CallMode):
     def __init__(self, tape: Tape) -> None:
         super().__init__()
         self._tape = tape
-        here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        self._devices = ("cpu",) if here is None else ("cpu", here.type)
+        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        self._devices = ("cpu",) if accelerator is None else ("cpu", accelerator.type)
 
     def on_backward(self, func: Any, args: Any) -> None:
-        self._tape.backward_call = look()[1:]
+        self._tape.backward_call = call_site()[1:]
         if func is torch.Tensor.backward:
-            self._tape.look_at_root(args[0])
+            self._tape.mark_backward(args[0])
 
     def on_call(self, func: Any, args: Any, kwargs: Any) -> Any:
         tape = self._tape

@@ -22,10 +22,10 @@ from halfstep.distributed import gather, local_of, rank, world_size
 from halfstep.errors import LossScaleCollapsed
 from halfstep.numerics.cause import (
     UnderflowProbe,
-    counted,
+    count_in_words,
+    count_nonfinite,
     explain,
-    ill_row,
-    ill_values,
+    nonfinite_row,
     outlying_weight,
 )
 from halfstep.numerics.cures import (
@@ -36,9 +36,18 @@ from halfstep.numerics.cures import (
     to_bf16,
     unmask,
 )
-from halfstep.numerics.fault import Again, Cause, Cure, Fault, Seen, Spoiled, TensorInfo, try_cures
+from halfstep.numerics.fault import (
+    Cause,
+    Corrupted,
+    Cure,
+    Fault,
+    RerunRequest,
+    RerunResult,
+    TensorInfo,
+    try_cures,
+)
 from halfstep.numerics.histogram import amax
-from halfstep.numerics.snapshot import Snapshot, StepParticipants, listed, replay, run_eagerly
+from halfstep.numerics.snapshot import Snapshot, StepParticipants, as_list, replay, run_eagerly
 from halfstep.numerics.tape import End, Node, OpLocation, Tape, is_finite, key_of
 from halfstep.trees import tensors_in
 
@@ -53,7 +62,7 @@ class _InPlace:
     raised with another cure would leave the others waiting in a collective for ever.
 
     Args:
-        look: runs it under the tape; what was bad, if anything.
+        retrace: runs it under the tape; what was bad, if anything.
         restore: puts everything back as it was before the step.
         parts: what takes part in the step.
         together: whether all ranks take part.
@@ -61,33 +70,33 @@ class _InPlace:
     """
 
     def __init__(
-        self, look: Callable[[], Fault | None], restore: Callable[[], None], parts: StepParticipants,
+        self, retrace: Callable[[], Fault | None], restore: Callable[[], None], parts: StepParticipants,
         together: bool, through: bool,
     ) -> None:  # fmt: skip
-        self._look, self._restore, self._parts = look, restore, parts
+        self._retrace, self._restore, self._parts = retrace, restore, parts
         self._together, self._through = together, through
 
-    def run(self, again: Again) -> Seen | None:
+    def run(self, request: RerunRequest) -> RerunResult | None:
         """Return whether the step stays finite with the cure; one with which it cannot run does not help."""
-        assert again.cure is not None
-        if self._together and not (self._through and again.cure[0] in _SCALES):
+        assert request.cure is not None
+        if self._together and not (self._through and request.cure[0] in _SCALES):
             return None
-        seen = Seen(falls=scale_falls(self._parts))
+        rerun_result = RerunResult(falls=scale_falls(self._parts))
         try:
             with ExitStack() as stack:
-                met = put_in_place(again.cure, self._parts, stack)
-                bad = None if met is None else self._look()
-                seen.applied = met is not None and met()
-            seen.faults = [] if bad is None else [bad]
-            seen.bad_at = None if bad is None else again.at
+                met = put_in_place(request.cure, self._parts, stack)
+                bad = None if met is None else self._retrace()
+                rerun_result.applied = met is not None and met()
+            rerun_result.faults = [] if bad is None else [bad]
+            rerun_result.bad_at = None if bad is None else request.at
         except Exception:
-            seen.bad_at = again.at
+            rerun_result.bad_at = request.at
         finally:
             self._restore()
         if not self._together:
-            return seen
-        well = all(gather(seen.applied and seen.bad_at is None, self._parts.group))
-        return Seen(bad_at=None if well else again.at)
+            return rerun_result
+        well = all(gather(rerun_result.applied and rerun_result.bad_at is None, self._parts.group))
+        return RerunResult(bad_at=None if well else request.at)
 
 
 #: The one value for a fault, by the name that it has beside `first_bad_op`.
@@ -145,7 +154,7 @@ def trace_step(
     Raises:
         Exception: what `step` raised, where nothing in it was found to be not finite.
     """
-    parts = StepParticipants(step, [*listed(model), *listed(optimizer), *listed(session), *others])
+    parts = StepParticipants(step, [*as_list(model), *as_list(optimizer), *as_list(session), *others])
     snapshot = Snapshot(parts)
     started = time.perf_counter()
     try:
@@ -193,9 +202,11 @@ class Taping:
         underflow: bool = True,
         observers: Iterable[Observer] = (),
     ) -> None:
-        self._ill = frozenset((kind, name) for kind, name, t in parts.named_values() if not is_finite(t))
+        self._initially_nonfinite = frozenset(
+            (kind, name) for kind, name, t in parts.named_values() if not is_finite(t)
+        )
         self._probe = UnderflowProbe()
-        self.tape = Tape(parts.model, [*observers, *([self._probe.look] if underflow else [])])
+        self.tape = Tape(parts.model, [*observers, *([self._probe.observe] if underflow else [])])
         self.around = ExitStack()
         # The tape sees kernels only where Python calls them; compiled regions run as written.
         self.around.enter_context(run_eagerly())
@@ -209,36 +220,36 @@ class Taping:
         tape = self.tape
         for value in tensors_in(result):
             tape.check("loss", "result", value)
-        found: dict[str, list[str]] = {"parameter": [], "buffer": [], "state": []}
+        names: dict[str, list[str]] = {"parameter": [], "buffer": [], "state": []}
         for kind, name, value in parts.named_values():
-            if (kind, name) not in self._ill and not tape.check(kind, name, value):
-                found[kind].append(name)
+            if (kind, name) not in self._initially_nonfinite and not tape.check(kind, name, value):
+                names[kind].append(name)
         gradients = dict.fromkeys(e.name for e in tape.ends if e.kind == "gradient")
-        spoiled = Spoiled(tuple(gradients), *map(tuple, found.values()))
-        bad = _verdict(tape, parts, spoiled, batch) or _underflow(self._probe, tape, parts, spoiled)
+        damage = Corrupted(tuple(gradients), *map(tuple, names.values()))
+        bad = _verdict(tape, parts, damage, batch) or _underflow(self._probe, tape, parts, damage)
         return Trace(
             bad, dict(tape.counts), tuple(tape.ends), result, len(tape.nodes), 0.0, error,
             talked=tape.talked,
         )  # fmt: skip
 
 
-def _verdict(tape: Tape, parts: StepParticipants, spoiled: Spoiled, batch: Any) -> Fault | None:
+def _verdict(tape: Tape, parts: StepParticipants, damage: Corrupted, batch: Any) -> Fault | None:
     if not tape.ends:
-        return _from_elsewhere(tape, spoiled) or _hidden(tape, parts, spoiled)
+        return _from_elsewhere(tape, damage) or _find_hidden_overflow(tape, parts, damage)
     reached = {i for end in tape.ends for i in end.origins}
     real = sorted(i for i in reached if i in tape.candidates and not tape.candidates[i].intended)
     real = real or sorted(reached & tape.candidates.keys())
     real = real or sorted(i for i, n in tape.candidates.items() if not n.intended)
     ends = tuple(dict.fromkeys(f"{e.kind} {e.name}" if e.kind != "loss" else "loss" for e in tape.ends))
     if not real:
-        return _unseen(spoiled, ends)
+        return _unseen(damage, ends)
     node = tape.candidates[real[0]]
     culprit = node
     mask, taker = _takes_in(tape, node)
     if taker is not None and mask is not None:
         text = f"mathematics: {taker.op} takes in terms that are -inf; {mask.op} masked them"
         cause = Cause("mathematics", text + (f" at {mask.location.where}" if mask.location.file else ""))
-        return _bad_op(taker, cause, unmask(taker, mask), spoiled, ends)
+        return _bad_op(taker, cause, unmask(taker, mask), damage, ends)
     if node.outside:
         cause = _outside(node, tape, parts, batch)
     else:
@@ -246,7 +257,7 @@ def _verdict(tape: Tape, parts: StepParticipants, spoiled: Spoiled, batch: Any) 
     cures = propose(node, cause, parts, tape.root_amax, culprit, tape.nodes[node.index + 1 :])
     later = (n for n in tape.passed if node.index in n.origins)
     passed = dict.fromkeys(f"{n.phase}: {n.op} in {n.location.module or 'root'}" for n in later)
-    return _bad_op(node, cause, cures, spoiled, ends, passed_on=(*passed,)[:12])
+    return _bad_op(node, cause, cures, damage, ends, passed_on=(*passed,)[:12])
 
 
 _TAKE_IN = ("sum", "mean", "neg", "abs", "pow", "nll_loss_forward", "nll_loss2d_forward")
@@ -261,7 +272,7 @@ def _takes_in(tape: Tape, node: Node) -> tuple[Node | None, Node | None]:
     return next(masks, None), node if node.base in ("mul", "sub") and node.phase == "forward" else None
 
 
-def _from_elsewhere(tape: Tape, spoiled: Spoiled) -> Fault | None:
+def _from_elsewhere(tape: Tape, damage: Corrupted) -> Fault | None:
     """Return another rank's fault: this rank's gradients were finite, those the optimizer read were not."""
     read = [n for n in tape.candidates.values() if n.outside and n.phase in ("backward", "optimizer")]
     if not read or world_size() == 1:
@@ -270,11 +281,11 @@ def _from_elsewhere(tape: Tape, spoiled: Spoiled) -> Fault | None:
     outputs = tuple(TensorInfo.of(t) for t in read[0].outside[:1])
     return Fault(
         "backward", "all_reduce", _NOWHERE, cause, aten="c10d.allreduce", origin=False, outputs=outputs,
-        spoiled=spoiled, reached=("gradients of this rank",),
+        spoiled=damage, reached=("gradients of this rank",),
     )  # fmt: skip
 
 
-def _hidden(tape: Tape, parts: StepParticipants, spoiled: Spoiled) -> Fault | None:
+def _find_hidden_overflow(tape: Tape, parts: StepParticipants, damage: Corrupted) -> Fault | None:
     """Find range overflows that a later op turned into finite values, so that no end shows them."""
     for swallower, origins in tape.swallowed:
         real = sorted(i for i in origins if i in tape.candidates and not tape.candidates[i].intended)
@@ -286,17 +297,17 @@ def _hidden(tape: Tape, parts: StepParticipants, spoiled: Spoiled) -> Fault | No
             cures = propose(node, cause, parts, 0.0, culprit, tape.nodes[node.index + 1 :])
             place = swallower.location.where
             text = f"{swallower.op}{f' ({place})' if place else ''} makes it finite again; the loss is finite"
-            return _bad_op(node, cause, cures, spoiled, hidden=text)
+            return _bad_op(node, cause, cures, damage, hidden=text)
     return None
 
 
 def _bad_op(
-    node: Node, cause: Cause, cures: list[Cure], spoiled: Spoiled, reached: tuple[str, ...] = (), **more: Any
+    node: Node, cause: Cause, cures: list[Cure], damage: Corrupted, reached: tuple[str, ...] = (), **more: Any
 ) -> Fault:
     return Fault(
         node.phase, node.op, replace(node.location, function=None), cause, cures, aten=node.aten,
-        origin=not node.outside, inputs=tuple(TensorInfo.of(t) for t in node.given()),
-        outputs=tuple(TensorInfo.of(t) for t in node.outs), spoiled=spoiled, reached=reached, **more,
+        origin=not node.outside, inputs=tuple(TensorInfo.of(t) for t in node.user_tensors()),
+        outputs=tuple(TensorInfo.of(t) for t in node.outs), spoiled=damage, reached=reached, **more,
     )  # fmt: skip
 
 
@@ -324,20 +335,22 @@ def _outside(node: Node, tape: Tape, parts: StepParticipants, batch: Any) -> Cau
     storages = {t.untyped_storage().data_ptr() for t in node.outside if t.layout == torch.strided}
     for kind, name, value in ((kind, name, local_of(t)) for kind, name, t in parts.named_values()):
         if value.layout == torch.strided and value.untyped_storage().data_ptr() in storages:
-            ill = ill_values(tape.originals.get(key_of(value), value))
-            return Cause("weights", f"weights: {kind} {name} was not finite before the step ({ill})")
+            count_text = count_nonfinite(tape.originals.get(key_of(value), value))
+            return Cause("weights", f"weights: {kind} {name} was not finite before the step ({count_text})")
     if any(tape.was_received(t) for t in node.outside):
         late = node.phase in ("backward", "optimizer")
         return Cause("rank", _ELSEWHERE if late else "what came from the other ranks was not finite")
-    wrong = node.outside[0]
+    tensor = node.outside[0]
     name = next((n for n, t in node.names.items() if not is_finite(t)), "")
     place = next((i for i, t in enumerate(tensors_in(batch)) if not is_finite(t)), None)
     where = f" of {tape.batch}" if tape.batch else "" if place is None else f" (tensor {place} of the batch)"
-    what = f"{counted(wrong)} in {name or 'what the step was given'}{where}, of {wrong.numel()} values"
-    return Cause("data", f"data: {what}{ill_row(node.names.get(name, wrong))}")
+    what = (
+        f"{count_in_words(tensor)} in {name or 'what the step was given'}{where}, of {tensor.numel()} values"
+    )
+    return Cause("data", f"data: {what}{nonfinite_row(node.names.get(name, tensor))}")
 
 
-def _unseen(spoiled: Spoiled, ends: tuple[str, ...]) -> Fault:
+def _unseen(damage: Corrupted, ends: tuple[str, ...]) -> Fault:
     """Return the fault of something that became nonfinite without an op on the tape."""
     cause = Cause(
         "machine",
@@ -345,10 +358,10 @@ def _unseen(spoiled: Spoiled, ends: tuple[str, ...]) -> Fault:
         "written by someone else",
     )
     phase = "optimizer" if all(e.startswith(("parameter", "state")) for e in ends) else "backward"
-    return Fault(phase, "unknown", _NOWHERE, cause, origin=False, spoiled=spoiled, reached=ends)
+    return Fault(phase, "unknown", _NOWHERE, cause, origin=False, spoiled=damage, reached=ends)
 
 
-def _underflow(probe: UnderflowProbe, tape: Tape, parts: StepParticipants, spoiled: Spoiled) -> Fault | None:
+def _underflow(probe: UnderflowProbe, tape: Tape, parts: StepParticipants, damage: Corrupted) -> Fault | None:
     """Return the fault of the first op that flushed its results to zero, where gradients vanished."""
     lost = tuple(name for name, gradient in tape.gradients.items() if not gradient.any())
     if not lost or probe.worst is None:
@@ -358,7 +371,7 @@ def _underflow(probe: UnderflowProbe, tape: Tape, parts: StepParticipants, spoil
     cause = Cause("precision", f"{text}; {len(lost)} parameter gradients vanish", None, fmt)
     cures = [larger_scale(bits, parts), to_bf16(parts, node.location.in_region)]
     reached = tuple(f"gradient {name}" for name in lost)
-    return _bad_op(node, cause, cures, spoiled, reached, underflow=True)
+    return _bad_op(node, cause, cures, damage, reached, underflow=True)
 
 
 def _try_cures(
@@ -370,23 +383,23 @@ def _try_cures(
 ) -> None:
     """Try the cures of the bad op: on all ranks if the step used collectives, else on this one."""
     bad = trace.bad
-    own = None if bad is None or bad.cause.kind == "rank" else bad
+    local_fault = None if bad is None or bad.cause.kind == "rank" else bad
     through = trace.error is None or isinstance(trace.error, LossScaleCollapsed)
     together = world_size() > 1 and trace.talked
-    everyone = gather((own, through), parts.group) if together else [(own, through)]
+    everyone = gather((local_fault, through), parts.group) if together else [(local_fault, through)]
     by_rank = [fault for fault, _ in everyone]
-    found = [fault for fault in by_rank if fault is not None]
-    underflow = any(fault.underflow for fault in found)
+    faults = [fault for fault in by_rank if fault is not None]
+    underflow = any(fault.underflow for fault in faults)
 
-    def look() -> Fault | None:
-        again = _run(step, batch, parts, underflow)
-        if again.error is not None:
-            raise again.error
-        return again.bad
+    def retrace() -> Fault | None:
+        rerun_trace = _run(step, batch, parts, underflow)
+        if rerun_trace.error is not None:
+            raise rerun_trace.error
+        return rerun_trace.bad
 
-    rerun = _InPlace(look, restore, parts, together, all(through for _, through in everyone))
-    for fault in found:
-        try_cures(fault, Again(taped=0), rerun)
+    rerun = _InPlace(retrace, restore, parts, together, all(through for _, through in everyone))
+    for fault in faults:
+        try_cures(fault, RerunRequest(taped=0), rerun)
     if not together or bad is None:
         return
     mine = by_rank[rank(parts.group)]
@@ -398,15 +411,15 @@ def _try_cures(
 
 def _say_others(bad: Fault, by_rank: Sequence[Fault | None]) -> None:
     """Report the faults of other ranks on a rank whose own step was sound."""
-    found = [(number, fault) for number, fault in enumerate(by_rank) if fault is not None]
-    if not found:
+    faults = [(number, fault) for number, fault in enumerate(by_rank) if fault is not None]
+    if not faults:
         text = (
             "the gradients of every rank were finite and what the step read was not: it comes from the "
             "reduction over ranks, or from before the step"
         )
         bad.cause = Cause("unknown", text)
         return
-    number, first = found[0]
+    number, first = faults[0]
     story = f"{first.phase}: {first.op} {first.placed}: {first.cause.words}"
     bad.cause = replace(bad.cause, text=f"rank {number} found the first bad op: {story}")
-    bad.cures = list({cure.text: cure for _, fault in found for cure in fault.cures}.values())
+    bad.cures = list({cure.text: cure for _, fault in faults for cure in fault.cures}.values())

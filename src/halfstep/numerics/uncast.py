@@ -83,14 +83,14 @@ def ran_wide(loss: Tensor, policy: Policy) -> bool:
     False where it holds what cannot be looked into: compiled code, a Function of somebody's own.
     """
     low = {name.replace("_", "") for name in low_ops(policy)}
-    seen, todo, wide = set[Any](), [loss.grad_fn], False
+    visited, todo, wide = set[Any](), [loss.grad_fn], False
     while todo:
         node = todo.pop()
-        if node is None or node in seen:
+        if node is None or node in visited:
             continue
         if not _PLAIN.fullmatch(node.name()):
             return False
         wide = wide or node.name().partition("Backward")[0].lower() in low
-        seen.add(node)
+        visited.add(node)
         todo += [above for above, _ in node.next_functions]
     return wide

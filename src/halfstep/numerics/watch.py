@@ -36,9 +36,9 @@ from halfstep.formats import FORMATS, Format, dtype_name, format_of
 from halfstep.gradients.per_parameter import amaxes, amaxes_of, worst_of
 from halfstep.names import fqn
 from halfstep.numerics.histogram import Counts, count, count_many
-from halfstep.numerics.snapshot import is_session, listed, replaying, scale_of
+from halfstep.numerics.snapshot import as_list, is_session, replaying, scale_of
 from halfstep.optim.masters import weight_of
-from halfstep.optim.resolution import held, rounded_at_random
+from halfstep.optim.resolution import randomly_rounded, value_tensors
 from halfstep.torch_private import graph_task, pytree
 from halfstep.trees import Ends, dense_values, ends_of, needs_closure, parameters_of, scalar_on
 
@@ -111,12 +111,12 @@ def forecast(
     lately = trend(steps[-LEAST:], amax[-LEAST:])
     if lately is None or lately.slope < line.slope / 2:
         return None  # the growth of early training, which flattens out
-    left = (math.log2(fmt.max) - line.now) / line.slope
-    seen = steps[-1] - steps[max(0, len(steps) - WINDOW)]
-    if not 0 < left < 6 * seen:
+    steps_left = (math.log2(fmt.max) - line.now) / line.slope
+    span = steps[-1] - steps[max(0, len(steps) - WINDOW)]
+    if not 0 < steps_left < 6 * span:
         return None
-    digits = max(0, math.floor(math.log10(max(left, 1))) - 1)
-    return Forecast(path, kind, fmt.name, max(1, round(left, -digits).__trunc__()))
+    digits = max(0, math.floor(math.log10(max(steps_left, 1))) - 1)
+    return Forecast(path, kind, fmt.name, max(1, round(steps_left, -digits).__trunc__()))
 
 
 @dataclass
@@ -176,7 +176,7 @@ class _SampledTensor:
     bins: Tensor | None = None
     elements: tuple[Tensor, ...] = ()
 
-    def joined(self, other: _SampledTensor) -> _SampledTensor:
+    def join(self, other: _SampledTensor) -> _SampledTensor:
         """Return the sum of both; the later alone where they cannot be added."""
         if self.dtype != other.dtype or (self.bins is None) != (other.bins is None):
             return other
@@ -194,12 +194,12 @@ def _see(t: Tensor, exact: bool) -> _SampledTensor:
     return _SampledTensor(name, ends, None, (spread(t).reshape(-1).to(torch.float32, copy=True),))
 
 
-def _finished(seen: list[_SampledTensor]) -> list[Tensor]:
+def _finish_bins(entries: list[_SampledTensor]) -> list[Tensor]:
     """Return the bins of each, fp64: [zero, exponents..., inf, nan], fp32's where counted together."""
-    parts = [torch.cat(s.elements) for s in seen if s.elements]
+    parts = [torch.cat(s.elements) for s in entries if s.elements]
     # fp64 holds every count below 2**53, and lets one copy carry counts and magnitudes.
     together = iter(count_many(parts).double()) if parts else iter(())
-    return [next(together) if s.bins is None else s.bins.double() for s in seen]
+    return [next(together) if s.bins is None else s.bins.double() for s in entries]
 
 
 def spread(t: Tensor, most: int = 1 << 12) -> Tensor:
@@ -286,10 +286,10 @@ def leave(listeners: list[Any], listener: Any) -> None:
 
 def _while_alive(method: Callable[..., None]) -> Callable[..., None]:
     """Return a hook that calls a method as long as its object is alive, without keeping it alive."""
-    known = weakref.WeakMethod(method)
+    weak_method = weakref.WeakMethod(method)
 
     def call(*args: Any, **kwargs: Any) -> None:
-        if not torch.compiler.is_compiling() and (alive := known()) is not None:
+        if not torch.compiler.is_compiling() and (alive := weak_method()) is not None:
             alive(*args, **kwargs)
 
     return call
@@ -315,7 +315,7 @@ class Watch:
         self._lost: list[LostUpdates] = []
         self._model, self._scaler = model, scaler
         self._session = optimizer if is_session(optimizer) else None
-        self._optimizers = listed(optimizer if self._session is None else self._session.optimizers)
+        self._optimizers = as_list(optimizer if self._session is None else self._session.optimizers)
         self._format = None if dtype is None else format_of(dtype)
         self._names: dict[Tensor, str] = {p: fqn(n) for n, p in model.named_parameters()}
         if not self._names:
@@ -344,18 +344,18 @@ class Watch:
             for parameter, name in self._names.items():
                 hook = partial(see, name)
                 if parameter in released:
-                    self._hold(parameter.register_hook(hook))
+                    self._own_hook(parameter.register_hook(hook))
                 elif parameter.requires_grad and parameter.is_leaf:
-                    self._hold(parameter.register_post_accumulate_grad_hook(partial(_of_gradient, hook)))
+                    self._own_hook(parameter.register_post_accumulate_grad_hook(partial(_of_gradient, hook)))
         if self.every > 0:
             see = _while_alive(self._on_output)
             for name, module in self._model.named_modules():
                 if fqn(name) and not isinstance(module, _CONTAINERS):
                     hook = partial(see, fqn(name))
-                    self._hold(module.register_forward_hook(hook))
+                    self._own_hook(module.register_forward_hook(hook))
         for optimizer in self._optimizers:
-            self._hold(optimizer.register_step_pre_hook(_while_alive(self._before_update)))
-            self._hold(optimizer.register_step_post_hook(_while_alive(self._after_update)))
+            self._own_hook(optimizer.register_step_pre_hook(_while_alive(self._before_update)))
+            self._own_hook(optimizer.register_step_post_hook(_while_alive(self._after_update)))
         if self._session is not None:
             self._listen(self._session.listeners, _while_alive(self._on_outcome))
 
@@ -363,7 +363,7 @@ class Watch:
         listeners.append(mine)
         self._hooks.callback(leave, listeners, mine)
 
-    def _hold(self, handle: Any) -> None:
+    def _own_hook(self, handle: Any) -> None:
         self._hooks.callback(handle.remove)
 
     def close(self) -> None:
@@ -375,8 +375,8 @@ class Watch:
 
     def _repr_html_(self) -> str:
         """Return the headroom of each tensor as a table, the least first."""
-        bits = sorted((left, kind, path) for (kind, path), left in self.headrooms().items())
-        rows = "".join(f"<tr><td>{escape(p)}</td><td>{k}</td><td>{left:.1f}</td></tr>" for left, k, p in bits)
+        bits = sorted((room, kind, path) for (kind, path), room in self.headrooms().items())
+        rows = "".join(f"<tr><td>{escape(p)}</td><td>{k}</td><td>{room:.1f}</td></tr>" for room, k, p in bits)
         head = "<tr><th>tensor</th><th>kind</th><th>bits left</th></tr>"
         return f"<p>{escape(repr(self))}</p><table>{head}{rows}</table>"
 
@@ -404,12 +404,12 @@ class Watch:
         if replaying():
             return
         weights = [weight_of(p) for p in parameters_of(optimizer)]
-        found = {self._names[w]: w.grad for w in reversed(weights) if w in self._names and w.grad is not None}
-        if not found:
+        grads = {self._names[w]: w.grad for w in reversed(weights) if w in self._names and w.grad is not None}
+        if not grads:
             return
-        self._gradients = tuple(found), amaxes(list(found.values()))
+        self._gradients = tuple(grads), amaxes(list(grads.values()))
         if self._sampling:
-            for name, gradient in found.items():
+            for name, gradient in grads.items():
                 self._count("gradient", name, gradient)
 
     def _on_gradient(self, name: str, gradient: Tensor) -> None:
@@ -443,8 +443,8 @@ class Watch:
         if self._sampling and not replaying():
             for parameter in parameters_of(optimizer):
                 if parameter.grad is not None:
-                    kept = [spread(t).clone() for t in _held(optimizer, parameter)]
-                    self._before[parameter] = local_of(parameter).detach().clone(), kept
+                    values = [spread(t).clone() for t in _value_tensors(optimizer, parameter)]
+                    self._before[parameter] = local_of(parameter).detach().clone(), values
 
     def _after_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if replaying():
@@ -465,7 +465,7 @@ class Watch:
         """Record an update: its histogram, and the share lost to rounding."""
         shares: dict[str, tuple[Tensor, Tensor]] = {}
         dtypes: dict[str, str] = {}
-        random = rounded_at_random(optimizer)
+        random = randomly_rounded(optimizer)
         searches = needs_closure(optimizer)  # it may find no better place than where it is
         for place, parameter in enumerate(parameters_of(optimizer)):
             if parameter not in self._before:
@@ -474,7 +474,7 @@ class Watch:
             name = self._names.get(weight_of(parameter), f"parameter {place}")
             update = local_of(parameter).detach() - before
             self._count("update", name, update)
-            gradient, now = parameter.grad, _held(optimizer, parameter)
+            gradient, now = parameter.grad, _value_tensors(optimizer, parameter)
             # Masters that the step itself made have no value from before it.
             if (
                 searches
@@ -499,12 +499,12 @@ class Watch:
             self._late.append((send_to_host(values), partial(self._take_lost, self.step, dtypes)))
 
     def _count(self, kind: str, name: str, tensor: Tensor) -> None:
-        seen = _see(tensor, self.exact)
-        known = self._seen.get((kind, name))
-        if known is not None and kind in ("activation", "activation_grad"):
+        sampled = _see(tensor, self.exact)
+        entry = self._seen.get((kind, name))
+        if entry is not None and kind in ("activation", "activation_grad"):
             # Used several times in one step (accumulation, a shared module): one histogram of all.
-            seen = known.joined(seen)
-        self._seen[kind, name] = seen
+            sampled = entry.join(sampled)
+        self._seen[kind, name] = sampled
 
     @torch.no_grad()
     def _end(self, scale: float | Tensor, taken: bool | Tensor) -> None:
@@ -516,9 +516,9 @@ class Watch:
         if self._ends:
             self._gradients = tuple(self._ends), amaxes_of(list(self._ends.values()))
         if self._gradients is not None:
-            names, found = self._gradients
-            fate = [scalar_on(x, torch.float64, found.device) for x in (scale, taken)]
-            packed = send_to_host(torch.cat([found.double(), torch.stack(fate)]))
+            names, values = self._gradients
+            fate = [scalar_on(x, torch.float64, values.device) for x in (scale, taken)]
+            packed = send_to_host(torch.cat([values.double(), torch.stack(fate)]))
             self._late.append((packed, partial(self._take_note, self.step, names)))
         self._seen, self._ends, self._before, self._gradients = {}, {}, {}, None
         self.step += 1
@@ -556,30 +556,30 @@ class Watch:
 
     def _take_note(self, step: int, names: tuple[str, ...], packed: Tensor) -> None:
         *amaxes, scale, taken = packed.tolist()
-        found = dict(zip(names, amaxes))
-        worst = worst_of(found)
-        self._notes.append(StepNote(step, found[worst], scale, bool(taken), worst))
-        for name, amax in found.items():
+        by_name = dict(zip(names, amaxes))
+        worst = worst_of(by_name)
+        self._notes.append(StepNote(step, by_name[worst], scale, bool(taken), worst))
+        for name, amax in by_name.items():
             self._all_series.setdefault(("gradient", name), Series(name, "gradient")).note(step, amax)
 
     def _send_counts(self, scale: float | Tensor) -> None:
         """Send the step's histograms, largest magnitudes and scale to the host, in one copy."""
-        found = list(self._seen.values())
-        bins = _finished(found)
-        amaxes = amaxes_of([seen.ends for seen in found]).double()
+        entries = list(self._seen.values())
+        bins = _finish_bins(entries)
+        amaxes = amaxes_of([entry.ends for entry in entries]).double()
         last = scalar_on(scale, torch.float64, amaxes.device).view(1)
         packed = send_to_host(torch.cat([*bins, amaxes, last]))
-        layouts = ("fp32" if s.elements else s.dtype for s in found)
-        kinds = [(*key, s.dtype, x, b.numel()) for key, s, x, b in zip(self._seen, found, layouts, bins)]
+        layouts = ("fp32" if s.elements else s.dtype for s in entries)
+        kinds = [(*key, s.dtype, x, b.numel()) for key, s, x, b in zip(self._seen, entries, layouts, bins)]
         self._late.append((packed, partial(self._take_counts, self.step, kinds)))
 
     def _take_counts(self, step: int, kinds: list[tuple[str, str, str, str, int]], packed: Tensor) -> None:
         *bins, amaxes = packed.split([*(size for *_, size in kinds), len(kinds) + 1])
         *largest, scale = amaxes.tolist()
         for (kind, name, dtype, layout, _), counted, amax in zip(kinds, bins, largest):
-            seen = Counts(layout, counted.long()).read()
+            hist = Counts(layout, counted.long()).read()
             scaled = scale if kind in ("gradient", "activation_grad") else 1.0
-            sample = Sample(step, amax, dtype, *seen.trimmed(), seen.zeros, seen.infs, seen.nans, scaled)
+            sample = Sample(step, amax, dtype, *hist.trimmed(), hist.zeros, hist.infs, hist.nans, scaled)
             series = self._all_series.setdefault((kind, name), Series(name, kind))
             series.samples = [*series.samples, sample][-self.keep :]
             if kind != "gradient":  # its magnitude is noted every step
@@ -612,12 +612,12 @@ class Watch:
     def forecasts(self) -> list[Forecast]:
         """Return activations and weights that will leave the format if they go on growing, soonest first."""
         self.collect()
-        found = [
+        candidates = [
             forecast(s.path, s.kind, s.steps, s.amax, self._format_for(s))
             for s in self.series.values()
             if s.kind in ("activation", "weight") and s.steps
         ]
-        return sorted((f for f in found if f is not None), key=lambda f: f.steps)
+        return sorted((f for f in candidates if f is not None), key=lambda f: f.steps)
 
     def skipped(self) -> list[StepNote]:
         """Return the steps whose update was skipped."""
@@ -628,8 +628,8 @@ class Watch:
         """Return the least headroom over all ranks by (kind, path), with its rank; every rank calls this."""
         mine = self.headrooms()
         everyone = gather(mine, group)
-        keys = {key for one in everyone for key in one}
-        return {k: min((one[k], rank) for rank, one in enumerate(everyone) if k in one) for k in sorted(keys)}
+        keys = {key for row in everyone for key in row}
+        return {k: min((row[k], rank) for rank, row in enumerate(everyone) if k in row) for k in sorted(keys)}
 
     def summary(self) -> list[str]:
         """Return the findings in a few lines: skips, the least headroom, forecasts, lost updates."""
@@ -645,8 +645,8 @@ class Watch:
         if tight:
             bits, (_, path) = min(tight)
             name = self._format_for(self.series["activation", path]).name
-            left = f"has {bits:.1f} bits left in {name}" if bits > -math.inf else "is not finite any more"
-            lines.append(f"least headroom: '{path}' ({self.class_of(path)}) {left}")
+            text = f"has {bits:.1f} bits left in {name}" if bits > -math.inf else "is not finite any more"
+            lines.append(f"least headroom: '{path}' ({self.class_of(path)}) {text}")
         lines += [str(f) for f in self.forecasts()[:3]]
         if self.lost and self.lost[-1].share > 0.01:
             last = self.lost[-1]
@@ -667,6 +667,6 @@ def _of_gradient(see: Callable[[Tensor], None], parameter: Tensor) -> None:
         see(parameter.grad)
 
 
-def _held(optimizer: torch.optim.Optimizer, parameter: Tensor) -> list[Tensor]:
+def _value_tensors(optimizer: torch.optim.Optimizer, parameter: Tensor) -> list[Tensor]:
     """Return the tensors that hold the value of a parameter, on this rank."""
-    return [local_of(t) for t in held(optimizer, parameter)]
+    return [local_of(t) for t in value_tensors(optimizer, parameter)]

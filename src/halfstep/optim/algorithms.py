@@ -72,7 +72,7 @@ def _moments(g: Tensor, states: list[Tensor], s: Scalars) -> tuple[Tensor, list[
     m, v, *top = states
     m = m + (g - m) * c2
     v = v * c3 + (g * g) * c4
-    top = [torch.maximum(one, v) for one in top]
+    top = [torch.maximum(v_max, v) for v_max in top]
     root = _root((top or [v])[0])
     return step_size * (m / (root * unbias + eps)), [m, v, *top]
 

@@ -41,7 +41,7 @@ def name_of(group: Mapping[str, Any], place: tuple[int, int]) -> str:
     return repr(names[place[1]]) if names else f"parameter {place[1]} of group {place[0]}"
 
 
-def settle_group(group: dict[str, Any]) -> None:
+def check_group(group: dict[str, Any]) -> None:
     """Check a group and make numpy's numbers Python's, in place.
 
     Raises:
@@ -79,9 +79,9 @@ def check_whole_options(optimizer: Any, group: Any) -> None:
 
 def check_storage(group: Mapping[str, Any]) -> None:
     """Raise ConfigError for a master or state format that does not exist or does not go with the rest."""
-    for name, known in (("master", MASTERS), ("state_dtype", STATE_DTYPES)):
-        if group[name] not in known:
-            raise ConfigError(f"{name}={group[name]!r}: choose one of {', '.join(map(repr, known))}")
+    for name, choices in (("master", MASTERS), ("state_dtype", STATE_DTYPES)):
+        if group[name] not in choices:
+            raise ConfigError(f"{name}={group[name]!r}: choose one of {', '.join(map(repr, choices))}")
     if group.get("amsgrad") and group["state_dtype"] != "fp32":
         raise ConfigError(
             f"amsgrad=True keeps its states in fp32: leave state_dtype={group['state_dtype']!r} out"
@@ -107,8 +107,8 @@ def check_options(kind: type, unknown: Mapping[str, Any], seed: int, release_gra
                 f"{name}={unknown[name]!r}: leave it out: a step of hs.optim.{kind.__name__} is one fused "
                 "pass, which a CUDA graph can capture; backend='reference' runs it in plain torch"
             )
-        known = [n for cls in kind.__mro__ for n in inspect.signature(cls.__init__).parameters]
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+        option_names = [n for cls in kind.__mro__ for n in inspect.signature(cls.__init__).parameters]
+        near = difflib.get_close_matches(name, option_names, n=1, cutoff=0.5)
         hint = f"; did you mean {near[0]}?" if near else "; docs/api.md lists its options"
         raise TypeError(f"hs.optim.{kind.__name__} has no option {name!r}{hint}")
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
@@ -188,7 +188,7 @@ def check_clipping(clip_norm: float, clip_coef: Any, released: bool) -> None:
 def _as_number(value: Any, read: bool) -> Any:
     """Return numbers of numpy, in tuples too, as Python's; those of tensors where `read`."""
     if isinstance(value, tuple | list):
-        return type(value)(_as_number(one, read) for one in value)
+        return type(value)(_as_number(item, read) for item in value)
     if isinstance(value, np.generic) or (isinstance(value, np.ndarray) and value.size == 1):
         return value.item()
     return float(value) if read and isinstance(value, Tensor) else value

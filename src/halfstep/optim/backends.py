@@ -21,7 +21,7 @@ from halfstep.kernels import codes as L
 from halfstep.optim import cuda, reference, rounding, storage
 from halfstep.optim.algorithms import Algorithm, Number
 from halfstep.optim.arguments import check_betas, numbers_of
-from halfstep.optim.bundles import Bundle
+from halfstep.optim.bundles import TensorGroup
 from halfstep.torch_private import foreach_add_
 from halfstep.trees import as_float32, move_to
 
@@ -93,19 +93,23 @@ def measure_all(grads: list[Tensor], inv_scale: Scalar, backend: str, plans: cud
     parts: list[GradStats] = []
     devices = [grad.device for grad in grads]
     for device in dict.fromkeys(devices):
-        own = [grad for grad, its in zip(grads, devices) if its == device]
+        device_grads = [grad for grad, its in zip(grads, devices) if its == device]
         name = runner(backend, device)
         if name == "numba":
-            found = cpus_.measure(own, number(inv_scale))
-            parts.append(GradStats(*(torch.tensor(value, device="cpu") for value in found)))
+            stats = cpus_.measure(device_grads, number(inv_scale))
+            parts.append(GradStats(*(torch.tensor(value, device="cpu") for value in stats)))
         else:
-            parts.append(plans.measure(own, inv_scale) if name == "triton" else measure(own, inv_scale))
+            parts.append(
+                plans.measure(device_grads, inv_scale)
+                if name == "triton"
+                else measure(device_grads, inv_scale)
+            )
     return combine(parts) if parts else measure([])
 
 
 @torch.no_grad()
 def by_reference(
-    bundle: Bundle, factors: tuple[Scalar, Factor], found_inf: bool | Tensor | None, seed: int
+    bundle: TensorGroup, factors: tuple[Scalar, Factor], found_inf: bool | Tensor | None, seed: int
 ) -> Tensor | None:
     """Update a bundle in plain torch; returns the flag of weights that left their master's range.
 
@@ -126,18 +130,20 @@ def by_reference(
         numbers += _keys([keys[i] for i in run], counts, sizes) if keys else [0, 0]
         *scalars, key, first = _per_element(numbers, sizes)
         joined = storage.join(parts)
-        values, over = reference.update(
+        values, out_of_range = reference.update(
             bundle.algorithm, joined, tuple(scalars), factor, cast(Any, key), cast(Any, first)
         )
         if skip is not None:
             values = [torch.where(skip, before, value) for before, value in zip(joined.kept, values)]
-            over = None if over is None else over & ~skip
+            out_of_range = None if out_of_range is None else out_of_range & ~skip
         storage.write(parts, values)
-        flags += [] if over is None else [over]
+        flags += [] if out_of_range is None else [out_of_range]
     return torch.stack(flags).any() if flags else None
 
 
-def _hyper(bundle: Bundle, factors: tuple[Scalar, Factor], on_host: bool) -> tuple[Mapping[str, Any], Number]:
+def _hyper(
+    bundle: TensorGroup, factors: tuple[Scalar, Factor], on_host: bool
+) -> tuple[Mapping[str, Any], Number]:
     """Return the group and the gradients' factor, with Python numbers or those of the device."""
     device, group = bundle.device, bundle.group
     if on_host:

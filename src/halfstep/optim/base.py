@@ -41,8 +41,8 @@ from halfstep.optim import (
 )
 from halfstep.optim.algorithms import Algorithm
 from halfstep.optim.backends import Factor, Scalar
-from halfstep.optim.bundles import Bundle, Group, Place
-from halfstep.optim.loading import HasMasters, warn_of_zero_moments
+from halfstep.optim.bundles import Group, Place, TensorGroup
+from halfstep.optim.loading import MasterHolder, warn_of_zero_moments
 from halfstep.optim.release import PARTLY, GradientRelease
 from halfstep.optim.split import is_described
 from halfstep.torch_private import (
@@ -56,10 +56,10 @@ from halfstep.torch_private import (
 from halfstep.trees import accumulate_in_fp32, parameters_of
 
 BACKENDS = ("auto", "reference", "triton")
-Work = tuple[Bundle, str]
+Work = tuple[TensorGroup, str]
 
 
-class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
+class OnePassOptimizer(MasterHolder, torch.optim.Optimizer):
     """Base of the optimizers here: 16-bit weights with masters, one pass over the gradients a step.
 
     `Keeping` says what the options mean; those in `defaults` may differ between parameter groups. fp32
@@ -79,16 +79,16 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
     def __init_subclass__(cls, **more: Any) -> None:
         """Let the signature of each optimizer say the options that all have, with their defaults."""
         super().__init_subclass__(**more)
-        own: Any = vars(cls).get("__init__")
-        if own is None:
+        init: Any = vars(cls).get("__init__")
+        if init is None:
             return
         keyword = inspect.Parameter.KEYWORD_ONLY
         shared = inspect.signature(OnePassOptimizer.__init__).parameters.values()
-        given = inspect.signature(own)
-        *first, last = given.parameters.values()
+        signature = inspect.signature(init)
+        *first, last = signature.parameters.values()
         if last.kind is inspect.Parameter.VAR_KEYWORD:
-            named = [p for p in shared if p.kind is keyword and p.name not in given.parameters]
-            own.__signature__ = given.replace(parameters=[*first, *named])
+            named = [p for p in shared if p.kind is keyword and p.name not in signature.parameters]
+            init.__signature__ = signature.replace(parameters=[*first, *named])
 
     def __init__(
         self,
@@ -141,7 +141,7 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
-            arguments.settle_group(group)
+            arguments.check_group(group)
             for p in group["params"]:
                 arguments.check_parameter(p, group["master"])
             shards.check_blocks(group, group["params"])
@@ -172,8 +172,8 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
         for group in self.param_groups:
             self._hook(group["params"])
 
-    def _bundles(self, only: Tensor | None = None) -> list[Bundle]:
-        return bundles.bundles_of(self.param_groups, self.algorithm, only)
+    def _tensor_groups(self, only: Tensor | None = None) -> list[TensorGroup]:
+        return bundles.tensor_groups_of(self.param_groups, self.algorithm, only)
 
     # ---- the two passes -----------------------------------------------------------------------------
 
@@ -187,7 +187,7 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
         if shards.any_shard(params):
             shards.add_partial_sums(params)
             return measure_shards([p.grad for p in params], inv_scale, shards.sets_of(params))
-        grads = [g for bundle in self._bundles() for g in bundle.read().grads]
+        grads = [g for bundle in self._tensor_groups() for g in bundle.collect().grads]
         rest = backends.measure_all(grads, inv_scale, self.backend, self._plans)
         if self.release is None:
             return rest
@@ -200,15 +200,15 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
             return None
         if backends.runner(self.backend, torch.device("cpu")) != "numba":
             return None
-        found = [bundle.read().prepare().measure() for bundle in self._bundles()]
-        return self._combined(found, inv_scale)
+        sums = [bundle.collect().prepare().measure() for bundle in self._tensor_groups()]
+        return self._combine(sums, inv_scale)
 
     @torch.no_grad()
     def init_states(self) -> None:
         """Make every state now instead of in the first step, so that a checkpoint before it is whole."""
         for p, group, place in self._places():
             if p.requires_grad:
-                self._settle(p, group, place, None)
+                self._normalize_entry(p, group, place, None)
 
     def step(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
@@ -234,7 +234,7 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
         UnsupportedError for one where gradients were released. Either replaces the groups' `clip_norm`, and
         `found_inf` their `skip_nonfinite`: nothing is clipped twice.
         """
-        run: Any = OnePassOptimizer._checked_step
+        run: Any = OnePassOptimizer._step_checked_by_torch
         if torch.compiler.is_dynamo_compiling():
             run = _step_outside
         elif any(step_hooks(self)) or global_step_pre_hooks or global_step_post_hooks or profiling():
@@ -251,7 +251,7 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
 
     step.hooked = True  # pyright: ignore[reportFunctionMemberAccess]
 
-    def _checked_step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
+    def _step_checked_by_torch(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -260,24 +260,24 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
             arguments.check_clipping(clip_norm, options.get("clip_coef"), self.release is not None)
         self.outcome = None
         self._late.check()
-        self._update(self._bundles(), **options)
+        self._update(self._tensor_groups(), **options)
         if self.release is not None:
             self.release.finish(any(arguments.limits_of(self.param_groups, self.release.clip_norm)))
         self._late.send()
         return loss
 
-    def _combined(self, found: list[tuple[Any, float, float]], inv_scale: Scalar) -> HostStats:
-        return shards.combined(found, parameters_of(self), backends.number(inv_scale))
+    def _combine(self, sums: list[tuple[Any, float, float]], inv_scale: Scalar) -> HostStats:
+        return shards.combine_stats(sums, parameters_of(self), backends.number(inv_scale))
 
-    def _not_skipped(self, found: list[Bundle], found_inf: bool | Tensor) -> list[Bundle]:
+    def _not_skipped(self, all_bundles: list[TensorGroup], found_inf: bool | Tensor) -> list[TensorGroup]:
         """Return the groups to update: none where the step is skipped, as far as the host knows or reads."""
-        here = [bundle.device.type == "cpu" and self.backend != "triton" for bundle in found]
+        host_flags = [bundle.device.type == "cpu" and self.backend != "triton" for bundle in all_bundles]
         if found_inf is True:
             return []
-        skips = any(here) and bool(found_inf)
-        return [bundle for bundle, on_host in zip(found, here) if not (skips and on_host)]
+        skips = any(host_flags) and bool(found_inf)
+        return [bundle for bundle, on_host in zip(all_bundles, host_flags) if not (skips and on_host)]
 
-    def _runner(self, bundle: Bundle) -> str:
+    def _runner(self, bundle: TensorGroup) -> str:
         return backends.runner(self.backend, bundle.device, bundle.algorithm.code)
 
     def _skips(self) -> bool:
@@ -285,7 +285,7 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
 
     def _update(
         self,
-        found: list[Bundle],
+        all_bundles: list[TensorGroup],
         inv_scale: Scalar = None,
         clip_coef: Factor = None,
         found_inf: bool | Tensor | None = None,
@@ -300,35 +300,37 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
             self._check_ranks()
         decided, clip_coefs = found_inf is not None, [clip_coef] * len(self.param_groups)
         if found_inf is not None and found_inf is not False:
-            found = self._not_skipped(found, found_inf)
-        work = [(bundle.read(self.state), self._runner(bundle)) for bundle in found]
-        here = [bundle.prepare() for bundle, runner in work if runner == "numba"]
-        alone = self.release is None and 0 < len(here) == len(found)
-        on_the_way = look is not None and alone and not clips and not skips
-        if clips or skips or (look is not None and not on_the_way):
-            stats = self._combined([bundle.measure() for bundle in here], inv_scale) if alone else None
+            all_bundles = self._not_skipped(all_bundles, found_inf)
+        work = [(bundle.collect(self.state), self._runner(bundle)) for bundle in all_bundles]
+        cpu_bundles = [bundle.prepare() for bundle, runner in work if runner == "numba"]
+        all_on_cpu = self.release is None and 0 < len(cpu_bundles) == len(all_bundles)
+        fused_measure = look is not None and all_on_cpu and not clips and not skips
+        if clips or skips or (look is not None and not fused_measure):
+            stats = (
+                self._combine([bundle.measure() for bundle in cpu_bundles], inv_scale) if all_on_cpu else None
+            )
             stats = stats or self.measure_on_host(inv_scale) or self.measure(inv_scale)
             if clips:
                 clip_coefs = [None if limit is None else Clip(stats.norm, limit) for limit in limits]
             if skips:
                 found_inf = found_inf_of(stats)
-                kept = self._not_skipped(found, found_inf)
-                work = [one for one in work if one[0] in kept]
+                live_bundles = self._not_skipped(all_bundles, found_inf)
+                work = [item for item in work if item[0] in live_bundles]
             if look is not None:
                 look.append(stats)
             elif not decided:
                 self._conclude(on_host_if_cpu(stats), skips)
-        over = self._run(work, inv_scale, clip_coefs, found_inf, on_the_way)
-        if look is not None and on_the_way:
-            look.append(self._combined([bundle.totals() for bundle in here], inv_scale))
-        if over:
+        out_of_range = self._run(work, inv_scale, clip_coefs, found_inf, fused_measure)
+        if look is not None and fused_measure:
+            look.append(self._combine([bundle.totals() for bundle in cpu_bundles], inv_scale))
+        if out_of_range:
             raise MasterRangeError(backends.RANGE)
 
     def _check_ranks(self) -> None:
         """Refuse gradients of this rank alone, before the first step that clips or skips by itself."""
-        if (found := find_rank_local(parameters_of(self), self)) is not None:
+        if (issue := find_rank_local(parameters_of(self), self)) is not None:
             raise UnsupportedError(
-                f"a parameter of shape {list(found.parameter.shape)} {found.why}: clip_norm= and "
+                f"a parameter of shape {list(issue.parameter.shape)} {issue.why}: clip_norm= and "
                 f"skip_nonfinite= of {type(self).__name__} would go by what this rank has, and ranks would "
                 "come apart. Leave them out and clip by the wrapper's own clip_grad_norm_, or shard with "
                 "hs.distributed.shard(model)"
@@ -340,30 +342,32 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
         inv_scale: Scalar,
         clip_coefs: Sequence[Factor],
         found_inf: bool | Tensor | None,
-        look: bool = False,
+        measures: bool = False,
     ) -> bool:
         """Update these, whose groups have a clip factor each; true where one left its master's range."""
-        over: list[Any] = []
-        away: dict[tuple[int, torch.device], list[Bundle]] = {}
+        out_of_range: list[Any] = []
+        gpu_groups: dict[tuple[int, torch.device], list[TensorGroup]] = {}
         for bundle, runner in work:
             scalars = inv_scale, clip_coefs[bundle.number]
             if runner == "numba":
                 hyper = arguments.numbers_of(bundle.group)
-                over.append(bundle.update(hyper, backends.factor_of(scalars, hyper), self.seed, look))
+                out_of_range.append(
+                    bundle.update(hyper, backends.factor_of(scalars, hyper), self.seed, measures)
+                )
             elif runner == "triton":
-                away.setdefault((bundle.number, bundle.device), []).append(bundle)
+                gpu_groups.setdefault((bundle.number, bundle.device), []).append(bundle)
             elif bundle.device.type == "cpu":
-                over.append(backends.by_reference(bundle, scalars, None, self.seed))
+                out_of_range.append(backends.by_reference(bundle, scalars, None, self.seed))
             else:
                 flag = backends.by_reference(bundle, scalars, found_inf, self.seed)
                 if flag is not None:
                     self._late.flag(flag.device).bitwise_or_(flag)
-        for (number, device), own in away.items():
+        for (number, device), gpu_bundles in gpu_groups.items():
             scalars = inv_scale, clip_coefs[number]
-            bounded = any(bundle.kind == L.FP16_EXACT for bundle in own)
+            bounded = any(bundle.kind == L.FP16_EXACT for bundle in gpu_bundles)
             flag = self._late.flag(device) if bounded else None
-            self._plans.update(own, scalars, found_inf, flag, self.seed)
-        return any(map(bool, over))
+            self._plans.update(gpu_bundles, scalars, found_inf, flag, self.seed)
+        return any(map(bool, out_of_range))
 
     def _conclude(self, stats: AnyStats, skips: bool) -> None:
         """Keep the outcome of a bare step; warn of gradients that were not finite once the host knows."""
@@ -390,31 +394,35 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
         It is clipped as gradients of this `norm` are, to `limit` or what its group has. With `inv_scale`
         given, or where a group skips, nothing changes where the gradient is not finite.
         """
-        found = self._bundles(p)
-        if not found:
+        p_bundles = self._tensor_groups(p)
+        if not p_bundles:
             return None
-        stats = backends.measure_all(found[0].read().grads, inv_scale, self.backend, self._plans)
+        stats = backends.measure_all(p_bundles[0].collect().grads, inv_scale, self.backend, self._plans)
         found_inf = found_inf_of(stats) if inv_scale is not None or self._skips() else None
-        limit = arguments.limits_of(self.param_groups, limit)[found[0].number]
-        self._update(found, inv_scale, 1.0 if norm is None or limit is None else Clip(norm, limit), found_inf)
+        limit = arguments.limits_of(self.param_groups, limit)[p_bundles[0].number]
+        self._update(
+            p_bundles, inv_scale, 1.0 if norm is None or limit is None else Clip(norm, limit), found_inf
+        )
         return stats
 
-    def _settle(self, p: Tensor, group: Group, place: Place, value: Tensor | None) -> None:
+    def _normalize_entry(self, p: Tensor, group: Group, place: Place, value: Tensor | None) -> None:
         """Complete the entry of one parameter; `value` (of this rank's part) sets its master and weight.
 
         With it, and where the weight is frozen, an entry without moments gets none.
         """
         arguments.check_storage(group)
-        weight, known = storage.local_tensor(local_of(p)), cast("Group", self.state.get(p, {}))
+        weight, old_entry = storage.local_tensor(local_of(p)), cast("Group", self.state.get(p, {}))
         algorithm, kind, state_kind = self._formats(weight, group)
-        trains = (p.requires_grad and value is None) or any(key not in storage.MASTER_KEYS for key in known)
+        trains = (p.requires_grad and value is None) or any(
+            key not in storage.MASTER_KEYS for key in old_entry
+        )
         entry = self.state.setdefault(p, {})
-        with torch.inference_mode(False), torch.no_grad(), shards.local_entry(entry, p) as own:
+        with torch.inference_mode(False), torch.no_grad(), shards.local_entry(entry, p) as local_state:
             if trains:
                 name = arguments.name_of(group, place)
-                entries.settle(own, weight, algorithm, kind, state_kind, name, value)
+                entries.normalize_entry(local_state, weight, algorithm, kind, state_kind, name, value)
             else:
-                entries.settle_master(own, weight, kind, value)
+                entries.normalize_master(local_state, weight, kind, value)
         if not entry:
             del self.state[p]
 
@@ -438,7 +446,7 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
 
     def _seed(self, p: Tensor, group: Group, place: Place, value: Tensor) -> bool:
         """Do `seed_masters` of one parameter; return whether its master gives the value back as it was."""
-        self._settle(p, group, place, local_of(value).detach())
+        self._normalize_entry(p, group, place, local_of(value).detach())
         return group["master"] in ("exact", "fp32")
 
     @torch.no_grad()
@@ -449,21 +457,21 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
     @torch.no_grad()
     def master_of(self, p: Tensor) -> Tensor:
         """Return the fp32 value of parameter `p` as the optimizer has it, in a new tensor of p's shape."""
-        for own in self.masters({p}).values():
-            return own
+        for master in self.masters({p}).values():
+            return master
         raise ConfigError(f"a tensor of shape {list(p.shape)} is not a parameter of this optimizer")
 
     def _master(self, p: Tensor, group: Group) -> Tensor:
-        kept = self._kept(p, group)
-        if kept is not None:
-            return kept
-        return shards.as_shard("master", local_of(p).detach().to(torch.float32, copy=True), p)
+        master = self._read_master(p, group)
+        if master is not None:
+            return master
+        return shards.as_dtensor("master", local_of(p).detach().to(torch.float32, copy=True), p)
 
     @torch.no_grad()
-    def _kept(self, p: Tensor, group: Group) -> Tensor | None:
+    def _read_master(self, p: Tensor, group: Group) -> Tensor | None:
         """Return the fp32 value of a weight in a new tensor, where it has a master."""
-        value = self._rows_kept(p, group, ...)
-        return None if value is None else shards.as_shard("master", value, p)
+        value = self._rows_of_master(p, group, ...)
+        return None if value is None else shards.as_dtensor("master", value, p)
 
     def _readers(self) -> dict[Tensor, Callable[[Any], Tensor]]:
         """Return, by parameter, what reads the exact fp32 value of a slice of rows of this rank's part."""
@@ -471,22 +479,26 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
 
     @torch.no_grad()
     def _rows(self, p: Tensor, group: Group, index: Any) -> Tensor:
-        value = self._rows_kept(p, group, index)
+        value = self._rows_of_master(p, group, index)
         return local_of(p).detach()[index].to(torch.float32) if value is None else value
 
-    def _rows_kept(self, p: Tensor, group: Group, index: Any) -> Tensor | None:
+    def _rows_of_master(self, p: Tensor, group: Group, index: Any) -> Tensor | None:
         weight, entry = local_of(p).detach(), cast("Group", self.state.get(p, {}))
         kind = arguments.kind_of(weight.dtype, group["master"])
         if kind not in (*storage.EXACT, *storage.WITH_MASTER):
             return None
-        own = {key: shards.cut(key, entry[key], p) for key in storage.MASTER_KEYS if key in entry}
-        fitting = {key: t[index] for key, t in own.items() if getattr(t, "shape", None) == weight.shape}
-        return entries.known_value(fitting, weight[index])
+        local_state = {
+            key: shards.local_part(key, entry[key], p) for key in storage.MASTER_KEYS if key in entry
+        }
+        fitting = {
+            key: t[index] for key, t in local_state.items() if getattr(t, "shape", None) == weight.shape
+        }
+        return entries.fp32_value_of(fitting, weight[index])
 
-    def _awaits(self, p: Tensor) -> bool:
+    def _has_early_bits(self, p: Tensor) -> bool:
         """Whether a state that was loaded before the value of `p` brought that value's low-order bits."""
-        known = cast("Group", self.state.get(p, {})).pop("weight", None)
-        return known is not None and is_described(local_of(p), known, p.dtype)
+        description = cast("Group", self.state.get(p, {})).pop("weight", None)
+        return description is not None and is_described(local_of(p), description, p.dtype)
 
     @torch.no_grad()
     def _take_edits(self) -> None:
@@ -503,9 +515,11 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
         Where gradients are released, the first group holds what the next backward clips by.
         """
         self._take_edits()
-        whole, known = self.state, set(parameters_of(self))
+        whole, parameters = self.state, set(parameters_of(self))
         # A file could not name a parameter that left its group.
-        self.state = cast(Any, {k: v for k, v in whole.items() if not isinstance(k, Tensor) or k in known})
+        self.state = cast(
+            Any, {k: v for k, v in whole.items() if not isinstance(k, Tensor) or k in parameters}
+        )
         try:
             packed = super().state_dict()
         finally:
@@ -513,16 +527,21 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
         if self.release is not None:
             packed["param_groups"][0]["release"] = self.release.state()
         saved = cast("dict[Any, Group]", packed["state"])
-        own = {n: checkpoints.pack(saved[n], p) for n, p in enumerate(parameters_of(self)) if n in saved}
-        packed["state"] = {**own, **{key: value for key, value in saved.items() if key not in own}}
+        parameter_states = {
+            n: checkpoints.pack(saved[n], p) for n, p in enumerate(parameters_of(self)) if n in saved
+        }
+        packed["state"] = {
+            **parameter_states,
+            **{key: value for key, value in saved.items() if key not in parameter_states},
+        }
         return packed
 
     @torch.no_grad()
     def _load_entry(self, p: Tensor, group: Group, place: Place, saved: Mapping[str, Any]) -> None:
         """Return the entry of one parameter from a saved one without masters, of this rank's tensors."""
         weight, name = local_of(p), arguments.name_of(group, place)
-        own, _ = checkpoints.restore(name, saved, weight, self._formats(weight, group))
-        shards.show(own, self.state.setdefault(p, {}), p)
+        local_state, _ = checkpoints.restore(name, saved, weight, self._formats(weight, group))
+        shards.show(local_state, self.state.setdefault(p, {}), p)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Group) -> None:
@@ -540,20 +559,20 @@ class OnePassOptimizer(HasMasters, torch.optim.Optimizer):
             state_dict = state_dict if changed is None else changed
         state_dict = checkpoints.into_entries(state_dict)
         self._take_edits()  # a state_dict() of ours, filled in place since, holds the same tensors
-        groups, held = checkpoints.read(self, state_dict)
+        groups, saved_states = checkpoints.read(self, state_dict)
         for group, options in zip(self.param_groups, groups):
             group.update(options)
-        for p in self.state.keys() - held.keys():
+        for p in self.state.keys() - saved_states.keys():
             del self.state[p]
-        for p, restored in held.items():
+        for p, restored in saved_states.items():
             known = self.state.pop(p, {})
             self.state[p] = {key: known[key] for key in storage.MASTER_KEYS if key in known}
             del known  # its memory goes before another takes its place
-            own, weight = restored()
+            local_state, weight = restored()
             del self.state[p]
             if weight is not None:
                 local_of(p).copy_(weight)
-            shards.show(own, self.state.setdefault(p, {}), p)
+            shards.show(local_state, self.state.setdefault(p, {}), p)
         release = state_dict["param_groups"][0].get("release")
         if self.release is not None and release is not None:
             self.release.load(release)
@@ -570,7 +589,7 @@ def _step_outside(optimizer: OnePassOptimizer, *args: Any, **options: Any) -> An
 
 # What torch wraps every optimizer's step in; ours is marked `hooked` and goes through it only where a hook or
 # a profiler is there to see it, for it takes 15 us.
-_hooked_step: Any = torch.optim.Optimizer.profile_hook_step(OnePassOptimizer._checked_step)  # pyright: ignore
+_hooked_step: Any = torch.optim.Optimizer.profile_hook_step(OnePassOptimizer._step_checked_by_torch)  # pyright: ignore
 
 
 # ---- the optimizers: torch's arguments, and how weights and states are kept --------------------------------

@@ -1,4 +1,4 @@
-"""The tensors of a step, collected anew in every step and grouped by how they are stored.
+"""The tensors of a step, collected in every step and grouped by how they are stored.
 
 Looks go column by column (`map` over all weights, gradients or moments), which takes a fraction of the time
 of a loop over parameters. Whatever does not fit the kernels is made to fit first, or refused by name.
@@ -68,7 +68,7 @@ def _dense_grad(weight: Tensor, grad: Tensor, name: str) -> Tensor:
 # ---- bundles ----------------------------------------------------------------------------------------------
 
 
-class Bundle:
+class TensorGroup:
     """Parameters with gradients of one group and device, stored alike: a kernel updates them in one call.
 
     It lives for one step and keeps what it looked at alive. Weights, gradients (in the weights' memory order,
@@ -89,8 +89,8 @@ class Bundle:
         blocks = self.state_kind == L.STATE_8BIT
         self.widths = tuple(map(storage.width_of, self.weights)) if blocks else None
         """Of the rows that blocks of 8-bit states do not cross."""
-        kept = "lacking" if self.kind in storage.EXACT else None
-        self.extra_key = "master" if self.kind in storage.WITH_MASTER else kept
+        lacking_key = "lacking" if self.kind in storage.EXACT else None
+        self.extra_key = "master" if self.kind in storage.WITH_MASTER else lacking_key
         """The name of what a weight has besides its 16 bits."""
         self.states: dict[str, list[Tensor]] = {}
         """This rank's tensors of the states, by their name in `optimizer.state`."""
@@ -102,47 +102,49 @@ class Bundle:
         """Return the dtype of all gradients."""
         return self.grads[0].dtype
 
-    def read(self, state: Any = None) -> Bundle:
+    def collect(self, state: Any = None) -> TensorGroup:
         """Collect weights, gradients and, given an optimizer's `state`, states; return itself.
 
         What is missing or does not fit the kernels is made to. UnsupportedError and ConfigError for what
         cannot fit.
         """
-        held: list[Group] | None = None
+        state_entries: list[Group] | None = None
         if state is not None:
             try:
-                held = list(map(state.__getitem__, self.params))
+                state_entries = list(map(state.__getitem__, self.params))
             except KeyError:  # a plain dict in place of torch's
-                held = [state.setdefault(p, {}) for p in self.params]
-        if not self._found(held):
-            self._make_fit(held or [])
-            if not self._found(held):
+                state_entries = [state.setdefault(p, {}) for p in self.params]
+        if not self._try_collect(state_entries):
+            self._normalize(state_entries or [])
+            if not self._try_collect(state_entries):
                 raise ConfigError(
                     f"the states of {len(self.params)} parameters of group {self.number} hold other than "
                     "dense torch.Tensors: clear their entries of optimizer.state to start anew"
                 )
         return self
 
-    def _make_fit(self, held: Sequence[Group]) -> None:
+    def _normalize(self, state_entries: Sequence[Group]) -> None:
         names = [arguments.name_of(self.group, (self.number, place)) for place in self.places]
         for weight in self.weights:
             storage.check_dense(weight)
         with torch.inference_mode(False), torch.no_grad():
             self.grads = list(map(_dense_grad, self.weights, _locals(self.grads), names))
-            for p, weight, entry, name in zip(self.params, self.weights, held, names):
-                with shards.local_entry(entry, p) as own:
-                    entries.settle(own, weight, self.algorithm, self.kind, self.state_kind, name)
+            for p, weight, entry, name in zip(self.params, self.weights, state_entries, names):
+                with shards.local_entry(entry, p) as local_state:
+                    entries.normalize_entry(
+                        local_state, weight, self.algorithm, self.kind, self.state_kind, name
+                    )
 
-    def _found(self, held: Sequence[Group] | None) -> bool:
+    def _try_collect(self, state_entries: Sequence[Group] | None) -> bool:
         """Collect everything, column by column; return whether nothing is missing or misplaced."""
-        wanted = {} if held is None else self._wanted()
-        states = {} if held is None else self._states_in(held, wanted)
+        formats = {} if state_entries is None else self._state_dtypes()
+        states = {} if state_entries is None else self._states_in(state_entries, formats)
         if states is None or self.grad_dtype not in cpus_.GRADS or any(map(Tensor.is_neg, self.grads)):
             return False
         count, counted = len(self.params), bool(states)
         columns = [self.weights, self.grads, *states.values()]  # the last is of counts of steps
         tensors = list(chain(*columns))
-        others, dtypes = tensors[count:], [dtype for _, dtype in wanted.values()]
+        others, dtypes = tensors[count:], [dtype for _, dtype in formats.values()]
         if not PLAIN.issuperset(map(type, others)) or not {self._index}.issuperset(map(_index, others)):
             return False
         try:
@@ -161,44 +163,46 @@ class Bundle:
         ):
             return False
         self.states, self.elements = states, tuple(elements[:count])
-        self._lines = dict(zip((WEIGHT, GRAD, *(line for line, _ in wanted.values())), addresses))
+        self._lines = dict(zip((WEIGHT, GRAD, *(line for line, _ in formats.values())), addresses))
         if self.widths:
             self._lines[WIDTH] = list(self.widths)
         return True
 
-    def _states_in(self, held: Sequence[Group], wanted: Iterable[str]) -> dict[str, list[Tensor]] | None:
+    def _states_in(
+        self, state_entries: Sequence[Group], keys: Iterable[str]
+    ) -> dict[str, list[Tensor]] | None:
         """Return this rank's tensors of the states; None where one is missing, too many or misplaced."""
         strange: set[str] = set(self.algorithm.states if self.widths else ())
         if self.extra_key is None:
             strange.update(storage.MASTER_KEYS)
-        if strange and not all(map(strange.isdisjoint, held)):
+        if strange and not all(map(strange.isdisjoint, state_entries)):
             return None
         try:
-            states = {key: list(map(itemgetter(key), held)) for key in wanted}
+            states = {key: list(map(itemgetter(key), state_entries)) for key in keys}
         except KeyError:
             return None
         if not PLAIN.issuperset(map(type, self.params)):
             for key in states.keys() - {"step"}:
-                if not all(map(shards.placed_alike, states[key], self.params)):
+                if not all(map(shards.is_placed_as, states[key], self.params)):
                     return None
                 states[key] = list(map(local_of, states[key]))
         return states
 
-    def _wanted(self) -> dict[str, tuple[int, torch.dtype]]:
+    def _state_dtypes(self) -> dict[str, tuple[int, torch.dtype]]:
         """Return what the state of each parameter holds: line of the table and dtype by name."""
         states, stored = self.algorithm.states, storage.STORED[self.state_kind]
         codes = storage.CODES if self.widths else ""
-        wanted = {key + codes: (STATES + i, stored) for i, key in enumerate(states)}
+        formats = {key + codes: (STATES + i, stored) for i, key in enumerate(states)}
         if self.extra_key is not None:
-            wanted[self.extra_key] = (EXTRA, torch.float32 if self.extra_key == "master" else torch.int16)
+            formats[self.extra_key] = (EXTRA, torch.float32 if self.extra_key == "master" else torch.int16)
         if self.widths:
-            wanted |= {key + storage.EXPONENTS: (EXPONENTS + i, torch.uint8) for i, key in enumerate(states)}
-        wanted["step"] = (STEP, torch.float32)
-        return wanted
+            formats |= {key + storage.EXPONENTS: (EXPONENTS + i, torch.uint8) for i, key in enumerate(states)}
+        formats["step"] = (STEP, torch.float32)
+        return formats
 
     # ---- the kernels of a CPU ---------------------------------------------------------------------------
 
-    def prepare(self) -> Bundle:
+    def prepare(self) -> TensorGroup:
         """Make the kernels' arguments, one call a thread for all weights; return itself."""
         self._table, self._work = self.table(), cpus_.WorkItems(self.elements, self.widths)
         return self
@@ -211,8 +215,8 @@ class Bundle:
         """Return the same, from what an update that measures has found."""
         return (shard_groups(self.params[0]), *self._work.totals(cpus_.GRADS[self.grad_dtype], self._table))
 
-    def update(self, hyper: Mapping[str, Any], factor: float, seed: int, look: bool) -> bool:
-        """Update every parameter, with `look` measuring on the way; true where one left its master's range.
+    def update(self, hyper: Mapping[str, Any], factor: float, seed: int, measures: bool) -> bool:
+        """Update every parameter, and measure if `measures`; true where one left its master's range.
 
         `hyper` is the group with Python numbers; `factor` multiplies the gradients.
         """
@@ -230,7 +234,7 @@ class Bundle:
             )
             self._table[KEY] = (keys & rounding.WORD) | (places % L.PANEL) << 32
         formats = self.kind, cpus_.GRADS[self.grad_dtype], self.state_kind
-        self._work.run(kernels.updater(algorithm.code, *formats, look), self._table, scalars)
+        self._work.run(kernels.updater(algorithm.code, *formats, measures), self._table, scalars)
         increment_version(self.params)
         return self.kind == L.FP16_EXACT and bool(self._work.found[2].any())
 
@@ -258,8 +262,8 @@ class Bundle:
     def base_keys(self, seed: int) -> list[int]:
         """Return the key of each parameter's random bits, by its name or place."""
         names = self.group.get("param_names")
-        known = [names[i] if names else f"{self.number}.{i}" for i in self.places]
-        return [zlib.crc32(f"{seed}:{name}".encode()) for name in known]
+        key_names = [names[i] if names else f"{self.number}.{i}" for i in self.places]
+        return [zlib.crc32(f"{seed}:{name}".encode()) for name in key_names]
 
     def origins(self) -> list[int]:
         """Return how much of a whole tensor lies before each part: random bits count from its start."""
@@ -267,7 +271,7 @@ class Bundle:
 
     def slots(self) -> list[storage.Slot]:
         """Yield each parameter by itself, for plain torch."""
-        states = [self.states[storage.held_as(key, self.state_kind)] for key in self.algorithm.states]
+        states = [self.states[storage.name_of_moment(key, self.state_kind)] for key in self.algorithm.states]
         exponents = [self.states[key + "_exponents"] for key in self.algorithm.states] if self.widths else []
         extra = None if self.extra_key is None else self.states[self.extra_key]
         return [
@@ -285,11 +289,11 @@ class Bundle:
         ]
 
 
-def bundles_of(
+def tensor_groups_of(
     groups: Sequence[Group],
     algorithm_of: Callable[[Mapping[str, Any]], Algorithm],
     only: Tensor | None = None,
-) -> list[Bundle]:
+) -> list[TensorGroup]:
     """Group the parameters that have a gradient by how they are stored, in the order of groups.
 
     Partial gradients of DTensors are added up first.
@@ -298,7 +302,7 @@ def bundles_of(
         UnsupportedError: a parameter or gradient that is not dense or not of floating numbers. ConfigError:
             a gradient of another shape or device than its parameter's, as after `p.data = ...`.
     """
-    found: list[Bundle] = []
+    bundles: list[TensorGroup] = []
     for number, group in enumerate(groups):
         params: list[Tensor] = group["params"]
         plain = PLAIN.issuperset(map(type, params))
@@ -311,11 +315,11 @@ def bundles_of(
         if params:
             arguments.check_storage(group)
             weights, grads = (params, grads) if plain else (_locals(params), _locals(grads))
-            found += _bundles(group, number, algorithm_of(group), (places, params, weights, grads))
-    return found
+            bundles += _tensor_groups(group, number, algorithm_of(group), (places, params, weights, grads))
+    return bundles
 
 
-def _bundles(group: Group, number: int, algorithm: Algorithm, columns: Columns) -> list[Bundle]:
+def _tensor_groups(group: Group, number: int, algorithm: Algorithm, columns: Columns) -> list[TensorGroup]:
     _, params, weights, grads = columns
     keys: list[list[Any]] = [[*map(_dtypes, weights)], [*map(_dtypes, grads)], [*map(_index, weights)]]
     if group["state_dtype"] == "8bit":
@@ -324,13 +328,13 @@ def _bundles(group: Group, number: int, algorithm: Algorithm, columns: Columns) 
         shards.check_blocks(group, params)
         keys.append(groups_of_shards(params))
     if max(map(len, map(set, keys))) == 1:
-        return [Bundle(group, number, algorithm, columns)]
-    own, found = list(zip(*keys)), list[Bundle]()
-    for one in dict.fromkeys(own):
-        part = [i for i, key in enumerate(own) if key == one]
+        return [TensorGroup(group, number, algorithm, columns)]
+    weight_keys, bundles = list(zip(*keys)), list[TensorGroup]()
+    for part_key in dict.fromkeys(weight_keys):
+        part = [i for i, key in enumerate(weight_keys) if key == part_key]
         places, *tensors = ([column[i] for i in part] for column in columns)
-        found.append(Bundle(group, number, algorithm, cast("Columns", (places, *tensors))))
-    return found
+        bundles.append(TensorGroup(group, number, algorithm, cast("Columns", (places, *tensors))))
+    return bundles
 
 
 def _in_order(tensors: Sequence[Tensor], count: int, alike: int) -> bool:

@@ -91,9 +91,9 @@ def restore(
     saved = _unpack(saved, name)
     _check_entry(name, saved, p, algorithm)
     keys = ("step", *algorithm.states, *(key + EXPONENTS for key in algorithm.states))
-    there = {key: saved[key] for key in keys if saved.get(key) is not None}
+    saved_values = {key: saved[key] for key in keys if saved.get(key) is not None}
     like, state = torch.empty_like(p, device="meta") if dry else p, dict[str, Any]()
-    for key, value in there.items():
+    for key, value in saved_values.items():
         held = value if isinstance(value, Tensor) else torch.tensor(value, device="cpu")
         state[key] = held.to("meta") if dry and held.dim() else held.clone()
     trains, lacking, value = p.requires_grad or bool(state), saved.get("lacking"), None
@@ -105,17 +105,17 @@ def restore(
         state["lacking"] = torch.empty_like(like, dtype=torch.int16).copy_(lacking)
         state["weight"] = saved.get("weight") or split.describe_weight(p, whole=False)  # may come after them
     else:
-        value = master_value(name, saved, p, present, alone=kind in (L.PLAIN, *storage.EXACT))
+        value = master_value(name, saved, p, present, must_match=kind in (L.PLAIN, *storage.EXACT))
     value = None if dry else value
     weight = None if value is None else p.detach().clone()
     if value is not None and kind in storage.WITH_MASTER and value is not saved.get("master"):
         state["master"] = value  # which has its memory then
     try:
-        own = like if weight is None else weight
+        target = like if weight is None else weight
         if trains:
-            entries.settle(state, own, algorithm, kind, state_kind, name, value)
+            entries.normalize_entry(state, target, algorithm, kind, state_kind, name, value)
         else:
-            entries.settle_master(state, own, kind, value)
+            entries.normalize_master(state, target, kind, value)
     except ConfigError as error:
         raise CheckpointError(f"the checkpoint does not fit: {error}") from error
     return state, weight
@@ -126,15 +126,15 @@ def has_master(saved: Mapping[str, Any]) -> bool:
 
     Not where one of torch's optimizers, which train the weight alone, has had it since: they cast integers.
     """
-    known = saved.get(KEPT) if "master" in saved else saved.get("lacking")
-    return known.dtype in (torch.int16, WIDE) if known is not None else "master" in saved
+    marker = saved.get(KEPT) if "master" in saved else saved.get("lacking")
+    return marker.dtype in (torch.int16, WIDE) if marker is not None else "master" in saved
 
 
 def _check_entry(name: str, saved: Mapping[str, Any], p: Tensor, algorithm: Algorithm) -> None:
-    known = {*_OF_ENTRIES, *algorithm.states, *(key + EXPONENTS for key in algorithm.states)}
+    keys = {*_OF_ENTRIES, *algorithm.states, *(key + EXPONENTS for key in algorithm.states)}
     if not algorithm.states:
-        known.update(("momentum_buffer", "momentum_buffer" + EXPONENTS))  # SGD without momentum leaves them
-    strange = [key for key, value in saved.items() if key not in known and isinstance(value, Tensor)]
+        keys.update(("momentum_buffer", "momentum_buffer" + EXPONENTS))  # SGD without momentum leaves them
+    strange = [key for key, value in saved.items() if key not in keys and isinstance(value, Tensor)]
     if strange:
         raise CheckpointError(
             f"the saved state of {name} has {', '.join(map(repr, strange))}, which {algorithm.name} does not "
@@ -148,8 +148,8 @@ def _check_entry(name: str, saved: Mapping[str, Any], p: Tensor, algorithm: Algo
 
 
 def _dtype_of(saved: Mapping[str, Any], p: Tensor) -> torch.dtype:
-    known = saved.get("weight")
-    return _DTYPES[known["format"]] if known else p.dtype
+    description = saved.get("weight")
+    return _DTYPES[description["format"]] if description else p.dtype
 
 
 def master_value(
@@ -158,11 +158,11 @@ def master_value(
     p: Tensor,
     present: Callable[[], Tensor] | None = None,
     *,
-    alone: bool = True,
+    must_match: bool = True,
 ) -> Tensor | None:
     """Return the fp32 weight of the saved entry, or None where it holds none; `present` as for `restore`.
 
-    CheckpointError for one of another weight; for a whole master only where `p` stands `alone`: nothing
+    CheckpointError for one of another weight; for a whole master only where the weight `must_match`: nothing
     beside it keeps the master until the weight comes, or only the bits of another rounding.
     """
     if not has_master(saved):
@@ -170,12 +170,12 @@ def master_value(
     values = (local_of(make()) for make in (present, p.detach) if make is not None)  # the exact one first
     if "master" in saved:
         value = cast(Tensor, saved["master"]).to(p.device)
-        if not alone or any(_of_one_weight(own, value) for own in values):
+        if not must_match or any(_of_one_weight(weight, value) for weight in values):
             return value
     else:
-        dtype, known = _dtype_of(saved, p), saved.get("weight")
-        for half in (own.detach().to(dtype) for own in values):
-            if known is None or split.is_described(half, known, p.dtype):
+        dtype, description = _dtype_of(saved, p), saved.get("weight")
+        for half in (weight.detach().to(dtype) for weight in values):
+            if description is None or split.is_described(half, description, p.dtype):
                 return split.join(half, torch.empty_like(p, dtype=torch.int16).copy_(saved["lacking"]))
     raise CheckpointError(
         f"the saved state of {name} holds an fp32 master, and the weight it belongs to is not in the "
@@ -203,16 +203,16 @@ def into_entries(state: Mapping[str, Any]) -> dict[str, Any]:
             "not say whose they are: load it at the level and into the kind of optimizer that saved it, and "
             "save anew"
         )
-    found = dict(state["state"])
+    states = dict(state["state"])
     for place, value in zip(places, masters.values()):
-        found[numbers[place]] = {**found.get(numbers[place], {}), "master": value}
-    return {**rest, "state": found}
+        states[numbers[place]] = {**states.get(numbers[place], {}), "master": value}
+    return {**rest, "state": states}
 
 
 @torch.no_grad()
-def _of_one_weight(own: Tensor, value: Tensor) -> bool:
+def _of_one_weight(weight: Tensor, value: Tensor) -> bool:
     """Whether a weight (fp32 or 16-bit) and an fp32 master can be of one 16-bit weight, in every element."""
-    return all(_alike(*part) for part in split.parts(own, value.to(own.device)))
+    return all(_alike(*part) for part in split.parts(weight, value.to(weight.device)))
 
 
 def _alike(own: Tensor, value: Tensor) -> bool:
@@ -241,7 +241,7 @@ def read(
     sources = match_groups(optimizer.param_groups, saved_groups)
     stays = {*OWN_OPTIONS, *optimizer._fixed_options}
     groups = [_options(group, saved, stays) for group, saved in zip(optimizer.param_groups, saved_groups)]
-    found: dict[Tensor, partial[Restored]] = {}
+    saved_states: dict[Tensor, partial[Restored]] = {}
     for p, _, place in optimizer._places():
         saved, group = state_dict["state"].get(sources[place]), groups[place[0]]
         keeps = any(key in optimizer.state.get(p, {}) for key in storage.MASTER_KEYS)
@@ -249,12 +249,12 @@ def read(
             continue
         present = partial(optimizer.master_of, p) if keeps and not local else None
         name, formats = arguments.name_of(group, place), optimizer._formats(local_of(p), group)
-        found[p] = partial(_restored, p, name, saved or {}, formats, present, local)
-        found[p](dry=True)
-    return [{k: v for k, v in group.items() if k != "params"} for group in groups], found
+        saved_states[p] = partial(_restore_entry, p, name, saved or {}, formats, present, local)
+        saved_states[p](dry=True)
+    return [{k: v for k, v in group.items() if k != "params"} for group in groups], saved_states
 
 
-def _restored(
+def _restore_entry(
     p: Tensor,
     name: str,
     saved: Mapping[str, Any],
@@ -263,7 +263,7 @@ def _restored(
     local: bool,
     dry: bool = False,
 ) -> Restored:
-    own = saved if local else {key: shards.cut(key, value, p) for key, value in saved.items()}
+    own = saved if local else {key: shards.local_part(key, value, p) for key, value in saved.items()}
     return restore(name, own, local_of(p), formats, present, dry)
 
 
@@ -271,7 +271,7 @@ def _options(group: Group, saved: Mapping[str, Any], stays: Collection[str]) -> 
     options = {**group, **{k: v for k, v in saved.items() if k not in stays}}
     if "param_names" in saved:
         options.setdefault("param_names", saved["param_names"])
-    arguments.settle_group(options)
+    arguments.check_group(options)
     return options
 
 
@@ -284,7 +284,7 @@ def match_groups(
             f"the saved optimizer has groups of {[len(g['params']) for g in saved]} parameters, "
             f"this one of {[len(g['params']) for g in groups]}"
         )
-    found: dict[tuple[int, int], Any] = {}
+    sources: dict[tuple[int, int], Any] = {}
     for g, (ours, theirs) in enumerate(zip(groups, saved)):
         order = list(theirs["params"])
         names, saved_names = ours.get("param_names"), theirs.get("param_names")
@@ -294,5 +294,5 @@ def match_groups(
             if missing:
                 raise CheckpointError(f"the saved optimizer has no state for {', '.join(missing[:5])}")
             order = [by_name[name] for name in names]
-        found.update({(g, i): key for i, key in enumerate(order)})
-    return found
+        sources.update({(g, i): key for i, key in enumerate(order)})
+    return sources

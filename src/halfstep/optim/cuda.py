@@ -1,6 +1,6 @@
 """Run the GPU kernels: address tables that stay on the device, one launch a variant for all parameters.
 
-Tables are made anew when addresses change, by an asynchronous copy from pinned memory, and kept while they
+Tables are rebuilt when addresses change, by an asynchronous copy from pinned memory, and kept while they
 stay. Nothing is read back. A step may be captured in a CUDA graph once it has run outside of one: the graph
 then owns the tables it was captured with, its own copy of what changed is part of it, and numbers given as
 Python floats (learning rate, scale) are fixed in it, while device tensors are read at each replay.
@@ -37,8 +37,8 @@ from halfstep.optim.bundles import (
     STEP,
     WEIGHT,
     WIDTH,
-    Bundle,
     Group,
+    TensorGroup,
 )
 from halfstep.trees import as_float32, move_to
 
@@ -79,29 +79,29 @@ class DeviceTable:
     def get(self, values: Any, captured: list[Any] | None) -> Tensor:
         """Return the device tensor of an array; `captured`: where a graph under capture keeps its tensors."""
         if self._tensor is not None and np.array_equal(values, self._values):
-            there = self._tensor
+            tensor = self._tensor
             if captured is not None:
-                captured.append(there)
+                captured.append(tensor)
         elif captured is None:
-            there = upload(values, self._device)
-            self._values, self._tensor = values, there
+            tensor = upload(values, self._device)
+            self._values, self._tensor = values, tensor
         else:
             host, self._spare = self._spare, None
             if host is None:
                 host = _room(len(values), self._device)
             host.numpy()[:] = values
-            there = move_to(host, self._device)
-            captured += [host, there]
+            tensor = move_to(host, self._device)
+            captured += [host, tensor]
         if self._spare is None and captured is None:
             self._spare = _room(len(values), self._device)
-        return there
+        return tensor
 
 
 class UpdatePlan:
     """The address table of one group on one device and its work items by variant of the kernel."""
 
     def __init__(
-        self, bundles: Sequence[Bundle], rows: Any, aligned: Any, facts: Any, device: torch.device
+        self, bundles: Sequence[TensorGroup], rows: Any, aligned: Any, facts: Any, device: torch.device
     ) -> None:
         self.facts, self.size = facts, len(rows)
         items: dict[tuple[int, int, int, bool, bool], list[int]] = {}
@@ -117,7 +117,9 @@ class UpdatePlan:
             items.setdefault((*formats, *alignments), []).extend(_items_of(i, 0, even, most))
             items.setdefault((*formats, False, False), []).extend(_items_of(i, even, end, most))
         self.table = upload(rows.ravel(), device)
-        self.items = {key: (upload(own, device), len(own) // 3) for key, own in items.items() if own}
+        self.items = {
+            key: (upload(numbers, device), len(numbers) // 3) for key, numbers in items.items() if numbers
+        }
         self.numbers = DeviceTable(self.size + HYPER, device)
         self.rows = torch.empty(self.size * 8, dtype=torch.float32, device=device)
         self.keys = torch.empty(self.size, dtype=torch.int32, device=device)
@@ -136,11 +138,11 @@ class MeasurePlan:
         items: dict[tuple[int, bool], list[int]] = {}
         self.size, self.count = len(sizes), 0
         for i, (size, dtype, aligned) in enumerate(zip(sizes, dtypes, alignments)):
-            own = items.setdefault((GRADS[dtype], aligned), [])
+            numbers = items.setdefault((GRADS[dtype], aligned), [])
             for start in range(0, size, ITEM):
-                own += [i, start, min(start + ITEM, size), self.count]
+                numbers += [i, start, min(start + ITEM, size), self.count]
                 self.count += 1
-        self.items = {key: (upload(own, device), len(own) // 4) for key, own in items.items()}
+        self.items = {key: (upload(numbers, device), len(numbers) // 4) for key, numbers in items.items()}
         self.grads = DeviceTable(self.size, device)
         self.sums = torch.empty(self.count * 3, dtype=torch.float32, device=device)
         self.peaks = torch.empty(self.count, dtype=torch.int32, device=device)
@@ -165,18 +167,18 @@ class Plans:
         key = (device, *key)
         if capturing(device):
             # A capture has a stream of its own and waits for all others: what was made on any will do.
-            made = [p for (known, _), p in self._plans.items() if known == key and fits(p)]
-            if not made:
+            plans = [p for (plan_key, _), p in self._plans.items() if plan_key == key and fits(p)]
+            if not plans:
                 raise UnsupportedError(
                     "a CUDA graph can capture this step only after it ran outside of the graph with the same "
                     "parameters and gradient dtypes: take a few steps first, as torch's notes on graphs do"
                 )
-            self._captured.append(made[-1])
-            return made[-1]
+            self._captured.append(plans[-1])
+            return plans[-1]
         plan = self._plans.get((key, stream))
         if plan is None or not fits(plan):
             plan = make()
-            several = [known for known, p in self._plans.items() if p.size > 1]
+            several = [plan_key for plan_key, p in self._plans.items() if p.size > 1]
             if plan.size > 1 and len(several) >= KEPT:
                 del self._plans[several[0]]
             self._plans[key, stream] = plan
@@ -188,16 +190,16 @@ class Plans:
     @torch.no_grad()
     def update(
         self,
-        bundles: Sequence[Bundle],
+        bundles: Sequence[TensorGroup],
         factors: tuple[Number, Number | Clip],
         found_inf: bool | Tensor | None,
-        over: Tensor | None,
+        out_of_range: Tensor | None,
         seed: int,
     ) -> None:
         """Update the bundles of one group on one device, without reading anything back.
 
-        The inverse scale and the clip factor in `factors` multiply the gradients. `over` is set where a
-        weight left the range of its master.
+        The inverse scale and the clip factor in `factors` multiply the gradients. `out_of_range` is set
+        where a weight left the range of its master.
         """
         device, group, code = bundles[0].device, bundles[0].group, bundles[0].algorithm.code
         hyper, lr = _hyper_of(group, device)
@@ -210,8 +212,8 @@ class Plans:
                 table[KEY] = bundle.base_keys(seed)
         whole = np.concatenate(tables, 1)
         rows, places = whole[ROW].T.copy(), whole[GRAD]
-        kept = (whole[[WEIGHT, EXTRA, STATES, STATES + 1]] % WIDE == 0).all(0)
-        aligned = np.stack((kept, places % WIDE == 0))  # whether wide loads can read what is kept; gradients
+        stored_aligned = (whole[[WEIGHT, EXTRA, STATES, STATES + 1]] % WIDE == 0).all(0)
+        aligned = np.stack((stored_aligned, places % WIDE == 0))  # whether wide loads can read each
         kinds = [(b.kind, b.grad_dtype, b.state_kind, b.elements, b.widths) for b in bundles]
         facts = kinds, rows.tobytes(), aligned.tobytes()  # of which a plan is made
         key = ("update", int(rows[0, 0]), len(places))
@@ -223,7 +225,7 @@ class Plans:
         )
         keep = self._keeper(device)
         if keep is not None:
-            keep += [bundles, over]
+            keep += [bundles, out_of_range]
         numbers = plan.numbers.get(np.concatenate((places, np.array(hyper).view(np.int64))), keep)
         grads, settings = numbers, numbers[plan.size :].view(torch.float64)
         sign = -1.0 if group["maximize"] else 1.0
@@ -236,7 +238,7 @@ class Plans:
         for (kind, grad, state, aligned, grad_aligned), (items, programs) in plan.items.items():
             cuda.launch(
                 kernels().update, device, programs, plan.table, grads, items, plan.rows, plan.keys, skip,
-                over, ALGORITHM=code, KIND=kind, GRAD=grad, STATE=state, ALIGNED=aligned,
+                out_of_range, ALGORITHM=code, KIND=kind, GRAD=grad, STATE=state, ALIGNED=aligned,
                 GRAD_ALIGNED=grad_aligned, TILE=TILE, num_warps=2 if state == L.STATE_8BIT else 4,
             )  # fmt: skip
         for bundle in bundles:
@@ -258,7 +260,7 @@ class Plans:
         )
         table = plan.grads.get(places, self._keeper(device))
         flags = torch.empty(2, dtype=torch.bool, device=device)
-        stats = torch.empty(2, dtype=torch.float32, device=device)
+        norm_and_amax = torch.empty(2, dtype=torch.float32, device=device)
         for (grad, aligned), (items, programs) in plan.items.items():
             cuda.launch(
                 kernels().measure, device, programs, table, items, plan.sums, plan.peaks,
@@ -267,23 +269,23 @@ class Plans:
         factor, inverse, _, _ = _factors(inv_scale, None, 1.0, device)
         cuda.launch(
             kernels().total, device, 1, plan.sums, plan.peaks, plan.count, factor, inverse,
-            flags.view(torch.uint8), stats, LANES=1024,
+            flags.view(torch.uint8), norm_and_amax, LANES=1024,
         )  # fmt: skip
-        found = KernelStats(flags[0], stats[0], stats[1])
-        found.found_inf = flags[1]
-        return found
+        stats = KernelStats(flags[0], norm_and_amax[0], norm_and_amax[1])
+        stats.found_inf = flags[1]
+        return stats
 
 
 def _hyper_of(group: Group, device: torch.device) -> tuple[tuple[float, ...], Tensor | None]:
     """Return the arguments of the kernel `scalars`, and a learning rate that is on the device."""
     lr = group["lr"]
-    there = isinstance(lr, Tensor) and device.type in ("cpu", lr.device.type)
+    on_device = isinstance(lr, Tensor) and device.type in ("cpu", lr.device.type)
     pair = group["betas"] if "betas" in group else (group["momentum"], group["dampening"])
     pair = tuple(map(float, pair))
     if "betas" in group:
         check_betas(pair)
     rest = group["weight_decay"], *pair, group.get("eps", 0.0), group.get("bias_correction", True)
-    return (0.0 if there else float(lr), *map(float, rest)), lr.detach().to(device) if there else None
+    return (0.0 if on_device else float(lr), *map(float, rest)), lr.detach().to(device) if on_device else None
 
 
 def _factors(
@@ -295,12 +297,12 @@ def _factors(
         limit = float(clip.limit) if _is_here(clip.norm, device) else None
         clip = clip_coefficient(*clip) if limit is None else clip.norm
     product, tensors = sign, list[Tensor | None]()
-    for one in (inv_scale, clip):
-        if _is_here(one, device):
-            tensors.append(move_to(one.detach(), device, torch.float32))
+    for factor in (inv_scale, clip):
+        if _is_here(factor, device):
+            tensors.append(move_to(factor.detach(), device, torch.float32))
         else:
             tensors.append(None)
-            product = product if one is None else as_float32(product * as_float32(float(one)))
+            product = product if factor is None else as_float32(product * as_float32(float(factor)))
     return product, tensors[0], tensors[1], limit
 
 

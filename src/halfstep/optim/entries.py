@@ -1,6 +1,6 @@
 """Normalize an entry of `optimizer.state` for the kernels, whatever a user or a checkpoint put there.
 
-What has the right shape is kept, cast or laid out anew; what has not is refused by name, since torch's own
+What has the right shape is kept, cast or laid out again; what has not is refused by name, since torch's own
 optimizers would stop there too. Nothing here is remembered: the entry is the truth.
 """
 
@@ -19,7 +19,7 @@ from halfstep.torch_private import is_traceable_wrapper_subclass
 Entry = dict[str, Any]
 
 
-def settle(
+def normalize_entry(
     entry: Entry,
     p: Tensor,
     algorithm: Algorithm,
@@ -29,15 +29,15 @@ def settle(
     value: Tensor | None = None,
 ) -> None:
     """Complete `entry`, in place; `value` (fp32) sets master and weight. ConfigError for what cannot fit."""
-    _settle_step(entry, p, algorithm, name)
+    _normalize_step(entry, p, algorithm, name)
     for index, key in enumerate(algorithm.states):
-        _settle_moment(entry, key, index, p, state_kind, name)
-    settle_master(entry, p, kind, value)
+        _normalize_moment(entry, key, index, p, state_kind, name)
+    normalize_master(entry, p, kind, value)
 
 
-def _settle_step(entry: Entry, p: Tensor, algorithm: Algorithm, name: str) -> None:
+def _normalize_step(entry: Entry, p: Tensor, algorithm: Algorithm, name: str) -> None:
     """Make the step count an fp32 number on p's device; without a buffer yet the first step is step 1."""
-    step, missing = entry.get("step"), [key for key in algorithm.states if _held(entry, key) is None]
+    step, missing = entry.get("step"), [key for key in algorithm.states if _moment_values(entry, key) is None]
     if algorithm.starts_with_buffer:
         step = 0.0 if missing else 1.0 if step is None else step
     else:
@@ -54,54 +54,54 @@ def _settle_step(entry: Entry, p: Tensor, algorithm: Algorithm, name: str) -> No
     entry["step"] = step.to(p.device)
 
 
-def _held(entry: Entry, key: str) -> Any:
+def _moment_values(entry: Entry, key: str) -> Any:
     """Return a moment stored as numbers, which take precedence over its codes."""
-    given = entry.get(key)
-    return entry.get(key + storage.CODES) if given is None else given
+    state = entry.get(key)
+    return entry.get(key + storage.CODES) if state is None else state
 
 
-def _settle_moment(entry: Entry, key: str, index: int, p: Tensor, state_kind: int, name: str) -> None:
-    given, held = _held(entry, key), storage.held_as(key, state_kind)
-    if given is None:
-        entry[held] = torch.empty_like(p, dtype=storage.STORED[state_kind]).zero_()
+def _normalize_moment(entry: Entry, key: str, index: int, p: Tensor, state_kind: int, name: str) -> None:
+    state, stored_key = _moment_values(entry, key), storage.name_of_moment(key, state_kind)
+    if state is None:
+        entry[stored_key] = torch.empty_like(p, dtype=storage.STORED[state_kind]).zero_()
         if state_kind == L.STATE_8BIT:
             shape = storage.exponents_shape(p)
             entry[key + "_exponents"] = torch.full(
                 shape, L.LEAST_EXPONENT, dtype=torch.uint8, device=p.device
             )
         return
-    _check(key, given, p, name)
-    kept, exponents = {held: given}, None
-    if given.dtype == torch.uint8:
+    _check(key, state, p, name)
+    old_entry, exponents = {stored_key: state}, None
+    if state.dtype == torch.uint8:
         exponents = entry.get(key + "_exponents")
-        _check_exponents(key, exponents, given, name)
-        kept[key + "_exponents"] = exponents
-    placed = _placed(given, p) and all(t.device == p.device for t in kept.values())
+        _check_exponents(key, exponents, state, name)
+        old_entry[key + "_exponents"] = exponents
+    placed = _is_placed_as(state, p) and all(t.device == p.device for t in old_entry.values())
     for old in (key, key + storage.CODES, key + "_exponents"):
         entry.pop(old, None)
-    fits = placed and given.dtype == storage.STORED[state_kind]
-    entry.update(kept if fits else moment(key, index, given, exponents, p, state_kind))
+    fits = placed and state.dtype == storage.STORED[state_kind]
+    entry.update(old_entry if fits else moment(key, index, state, exponents, p, state_kind))
 
 
-def _check(key: str, given: Any, p: Tensor, name: str) -> None:
+def _check(key: str, state: Any, p: Tensor, name: str) -> None:
     if (
-        not isinstance(given, Tensor)
-        or given.layout is not torch.strided
-        or is_traceable_wrapper_subclass(given)
+        not isinstance(state, Tensor)
+        or state.layout is not torch.strided
+        or is_traceable_wrapper_subclass(state)
     ):
-        kind = f"{given.layout} tensor" if type(given) is Tensor else type(given).__name__
+        kind = f"{state.layout} tensor" if type(state) is Tensor else type(state).__name__
         raise ConfigError(f"the state {key!r} of {name} is a {kind}, expected a dense tensor")
-    if given.shape != p.shape:
+    if state.shape != p.shape:
         raise ConfigError(
-            f"the state {key!r} of {name} has shape {list(given.shape)}, the parameter {list(p.shape)}: give "
+            f"the state {key!r} of {name} has shape {list(state.shape)}, the parameter {list(p.shape)}: give "
             "it the parameter's shape, or clear the entry of optimizer.state to start anew"
         )
-    if not given.is_floating_point() and given.dtype != torch.uint8:
-        raise ConfigError(f"the state {key!r} of {name} is {given.dtype}, expected floating numbers")
+    if not state.is_floating_point() and state.dtype != torch.uint8:
+        raise ConfigError(f"the state {key!r} of {name} is {state.dtype}, expected floating numbers")
 
 
-def _check_exponents(key: str, exponents: Any, given: Tensor, name: str) -> None:
-    shape = storage.exponents_shape(given)
+def _check_exponents(key: str, exponents: Any, state: Tensor, name: str) -> None:
+    shape = storage.exponents_shape(state)
     fits = isinstance(exponents, Tensor) and exponents.dtype == torch.uint8 and exponents.is_contiguous()
     if not fits or exponents.shape != shape:
         raise ConfigError(
@@ -111,35 +111,35 @@ def _check_exponents(key: str, exponents: Any, given: Tensor, name: str) -> None
         )
 
 
-def _placed(given: Tensor, p: Tensor) -> bool:
+def _is_placed_as(tensor: Tensor, p: Tensor) -> bool:
     """Whether a tensor of p's shape lies on p's device in p's memory order."""
     return (
-        given.device == p.device
-        and not given.is_neg()
-        and (given.stride() == p.stride() or (given.is_contiguous() and p.is_contiguous()))
+        tensor.device == p.device
+        and not tensor.is_neg()
+        and (tensor.stride() == p.stride() or (tensor.is_contiguous() and p.is_contiguous()))
     )
 
 
 @torch.no_grad()
 def moment(
-    key: str, index: int, given: Tensor, exponents: Tensor | None, p: Tensor, state_kind: int
+    key: str, index: int, state: Tensor, exponents: Tensor | None, p: Tensor, state_kind: int
 ) -> Entry:
-    """Return the moment `given`, in any format and layout, as state of `p` in the format `state_kind`."""
+    """Return a moment, in any format and layout, as state of `p` in the format `state_kind`."""
     target = torch.empty_like(p, dtype=storage.STORED[state_kind])
-    if given.dtype == target.dtype and (exponents is None or given.stride() == target.stride()):
-        found: Entry = {storage.held_as(key, state_kind): target.copy_(given)}
+    if state.dtype == target.dtype and (exponents is None or state.stride() == target.stride()):
+        new_entry: Entry = {storage.name_of_moment(key, state_kind): target.copy_(state)}
         if exponents is not None:
-            found[key + "_exponents"] = exponents.to(p.device, copy=True)
-        return found
+            new_entry[key + "_exponents"] = exponents.to(p.device, copy=True)
+        return new_entry
     if exponents is not None:
-        width = storage.width_of(given)
-        decoded = rounding.decode(storage.flat(given), exponents, signed=index == 0, width=width)
-        wide = torch.empty_like(given, dtype=torch.float32)
+        width = storage.width_of(state)
+        decoded = rounding.decode(storage.flat(state), exponents, signed=index == 0, width=width)
+        wide = torch.empty_like(state, dtype=torch.float32)
         storage.flat(wide).copy_(decoded)
-        given = wide
+        state = wide
     if state_kind != L.STATE_8BIT:
-        return {key: target.copy_(given)}
-    values = storage.flat(torch.empty_like(p, dtype=torch.float32).copy_(given))
+        return {key: target.copy_(state)}
+    values = storage.flat(torch.empty_like(p, dtype=torch.float32).copy_(state))
     half = torch.full_like(values, rounding.HALF, dtype=torch.int64)
     width = storage.width_of(p)
     exponents = rounding.exponents_for(rounding.peaks(values, width))
@@ -147,22 +147,22 @@ def moment(
     return {key + storage.CODES: target, key + "_exponents": exponents.to(torch.uint8)}
 
 
-def settle_master(entry: Entry, p: Tensor, kind: int, value: Tensor | None) -> None:
-    """Do `settle` for the master alone: all that a weight needs before it trains."""
-    wanted = "master" if kind in storage.WITH_MASTER else "lacking" if kind in storage.EXACT else None
+def normalize_master(entry: Entry, p: Tensor, kind: int, value: Tensor | None) -> None:
+    """Do `normalize_entry` for the master alone: all that a weight needs before it trains."""
+    master_key = "master" if kind in storage.WITH_MASTER else "lacking" if kind in storage.EXACT else None
     if value is None:
-        if wanted and _fits_master(entry.get(wanted), wanted, p):
-            entry.pop("lacking" if wanted == "master" else "master", None)
+        if master_key and _fits_master(entry.get(master_key), master_key, p):
+            entry.pop("lacking" if master_key == "master" else "master", None)
             return
-        value = known_value(entry, p) if wanted else None
-    held = entry.get(wanted) if wanted else None
+        value = fp32_value_of(entry, p) if master_key else None
+    old_value = entry.get(master_key) if master_key else None
     entry.pop("master", None)
     entry.pop("lacking", None)
-    if wanted:
-        dtype = torch.float32 if wanted == "master" else torch.int16
-        fits = _fits_master(held, wanted, p)
-        entry[wanted] = held if fits else torch.empty_like(p, dtype=dtype)
-        if wanted == "master":
+    if master_key:
+        dtype = torch.float32 if master_key == "master" else torch.int16
+        fits = _fits_master(old_value, master_key, p)
+        entry[master_key] = old_value if fits else torch.empty_like(p, dtype=dtype)
+        if master_key == "master":
             entry["master"].copy_(p if value is None else value)
         elif value is None:
             entry["lacking"].zero_()
@@ -173,17 +173,22 @@ def settle_master(entry: Entry, p: Tensor, kind: int, value: Tensor | None) -> N
         if kind in storage.EXACT:
             split.split(wide, p, entry["lacking"])
             return
-        for part, *targets in split.parts(wide, p, *([entry["master"]] if wanted else [])):
-            for target, kept in zip(targets, storage.stored_weight(kind, part, p.dtype, None)[0]):
-                target.copy_(kept)
+        for part, *targets in split.parts(wide, p, *([entry["master"]] if master_key else [])):
+            for target, source in zip(targets, storage.store_weight(kind, part, p.dtype, None)[0]):
+                target.copy_(source)
 
 
-def _fits_master(given: Any, wanted: str, p: Tensor) -> bool:
-    dtype = torch.float32 if wanted == "master" else torch.int16
-    return isinstance(given, Tensor) and given.dtype == dtype and given.shape == p.shape and _placed(given, p)
+def _fits_master(tensor: Any, master_key: str, p: Tensor) -> bool:
+    dtype = torch.float32 if master_key == "master" else torch.int16
+    return (
+        isinstance(tensor, Tensor)
+        and tensor.dtype == dtype
+        and tensor.shape == p.shape
+        and _is_placed_as(tensor, p)
+    )
 
 
-def known_value(entry: Mapping[str, Any], p: Tensor) -> Tensor | None:
+def fp32_value_of(entry: Mapping[str, Any], p: Tensor) -> Tensor | None:
     """Return the fp32 weight from an entry in another form or layout; the weight wins where it differs.
 
     None where the entry says nothing of this weight: no master, one of another shape, or bits that were cast.

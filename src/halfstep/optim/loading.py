@@ -22,7 +22,7 @@ from halfstep.policy.levels import LOW_DTYPES
 from halfstep.trees import parameters_of
 
 
-class HasMasters:
+class MasterHolder:
     """What keeps fp32 masters of a model's weights: an optimizer of `halfstep.optim`, or `MasterWeights`."""
 
     accumulate: str | None
@@ -39,7 +39,7 @@ class HasMasters:
     def init_states(self) -> None:
         """Make every state now instead of in the first step, so that a checkpoint before it is whole."""
 
-    def _awaits(self, p: Tensor) -> bool:
+    def _has_early_bits(self, p: Tensor) -> bool:
         """Whether a state that came before the value of `p` brought the low-order bits of that one."""
         return False
 
@@ -64,7 +64,7 @@ class LoadedMasters(HooksOfHolder):
     the module made something else of, is its own master where it changed.
     """
 
-    def __init__(self, holder: HasMasters | None = None) -> None:
+    def __init__(self, holder: MasterHolder | None = None) -> None:
         super().__init__(holder)
         self._came: dict[Tensor, tuple[int, Tensor, Tensor, Tensor]] = {}
 
@@ -83,7 +83,7 @@ class LoadedMasters(HooksOfHolder):
     @torch.no_grad()
     def before(self, module: nn.Module, state: dict[str, Any], prefix: str, *about: Any) -> None:
         """Note what is loaded into the module's own weights, and these and their masters as they are."""
-        holder: HasMasters | None = self.holder()
+        holder: MasterHolder | None = self.holder()
         names: dict[Tensor, str] = {p: prefix + n for n, p in module._parameters.items() if p is not None}
         came = {p for p, name in names.items() if p.dtype in LOW_DTYPES and _fits(state.get(name), p)}
         if holder is None or not came:
@@ -92,24 +92,28 @@ class LoadedMasters(HooksOfHolder):
         for p, master in holder.masters(came).items():
             value = state[names[p]]
             if value.dtype in LOW_DTYPES and value.dtype != p.dtype and not assigns:
-                value = state[names[p]] = _widened(value.detach().to(p.device), master)
+                value = state[names[p]] = _widen(value.detach().to(p.device), master)
             self._came[p] = p._version, p.detach().clone(), value.detach(), master
 
     @torch.no_grad()
     def after(self, module: nn.Module, keys: Any) -> None:
         """Set the masters of those that were loaded."""
-        holder: HasMasters | None = self.holder()
+        holder: MasterHolder | None = self.holder()
         values: dict[Tensor, Tensor] = {}
         for p in (p for p in module._parameters.values() if p is not None and p in self._came):
             version, before, value, master = self._came.pop(p)
-            if holder is None or p._version == version or (value.dtype == p.dtype and holder._awaits(p)):
+            if (
+                holder is None
+                or p._version == version
+                or (value.dtype == p.dtype and holder._has_early_bits(p))
+            ):
                 continue
             if value.dtype in LOW_DTYPES:
-                same, known = p == before, master
+                same, exact_value = p == before, master
             else:
-                known = value.to(p.device, torch.float32)
-                same = known.to(p.dtype) == p
-            values[p] = torch.where(same, known, p.to(torch.float32))
+                exact_value = value.to(p.device, torch.float32)
+                same = exact_value.to(p.dtype) == p
+            values[p] = torch.where(same, exact_value, p.to(torch.float32))
         if holder is not None and values:
             holder.seed_masters(values)
 
@@ -120,7 +124,7 @@ def _fits(value: Any, p: Tensor) -> TypeGuard[Tensor]:
     return (local_of(value) is value) == (local_of(p) is p)
 
 
-def _widened(value: Tensor, master: Tensor) -> Tensor:
+def _widen(value: Tensor, master: Tensor) -> Tensor:
     """Return 16-bit values in fp32: those of a master where they are its rounding."""
     same = master.to(value.dtype) == value
     if value.dtype == torch.bfloat16:

@@ -23,7 +23,7 @@ from halfstep.gradients import cuda as gpus_
 from halfstep.gradients.cpu import GRADS, WorkItems, kernels, run_ranges
 from halfstep.names import fqn, named_parameters
 from halfstep.optim import checkpoints, cuda
-from halfstep.optim.loading import HasMasters, HooksOfHolder
+from halfstep.optim.loading import HooksOfHolder, MasterHolder
 from halfstep.policy.levels import LOW_DTYPES as LOW
 from halfstep.torch_private import foreach_add_, foreach_copy_, foreach_norm
 from halfstep.trees import accumulate_in_fp32, map_floats, parameters_of
@@ -52,14 +52,14 @@ class Master(nn.Parameter):
     _seen: tuple[int, torch.dtype]
     """When it and its weight last agreed: the changes of it that torch had counted, the weight's dtype."""
 
-    def agree(self) -> None:
+    def mark_synced(self) -> None:
         """Note that it and its weight are in sync."""
         self._seen = self._version, self._source.dtype
 
     def write(self) -> None:
         """Round it into its weight: nearest, ties to even, as torch casts."""
         self._source.copy_(self)
-        self.agree()
+        self.mark_synced()
 
     @property
     def data(self) -> Tensor:
@@ -76,7 +76,7 @@ class Master(nn.Parameter):
         """Return the gradient shared with the weight, in fp32."""
         grad = self._source.grad
         if grad is not None and grad.dtype in LOW and (owner := self._owner()) is not None:
-            return owner.widened(self._source)
+            return owner.widen_gradient(self._source)
         return grad
 
     @grad.setter
@@ -144,7 +144,7 @@ def _refresh_by_kernel(masters: Sequence[Master]) -> list[Master]:
 
 def _differing(masters: Sequence[Master]) -> list[Master]:
     """Return all masters whose weights are not their rounding, by value, and some whose weights are."""
-    has_kernels, found, rest = kernels(needed=False) is not None, list[Master](), list[Master]()
+    has_kernels, changed_masters, rest = kernels(needed=False) is not None, list[Master](), list[Master]()
     rows: dict[torch.dtype, list[tuple[Master, int, int, int]]] = {}
     for m in masters:
         w = m._source
@@ -152,13 +152,13 @@ def _differing(masters: Sequence[Master]) -> list[Master]:
             rows.setdefault(w.dtype, []).append((m, w.numel(), w.data_ptr(), m.data_ptr()))
         else:
             rest.append(m)
-    for dtype, own in rows.items():
-        of_kind, sizes, *addresses = zip(*own)
+    for dtype, dtype_rows in rows.items():
+        of_kind, sizes, *addresses = zip(*dtype_rows)
         work, table = WorkItems(sizes), np.array(addresses, np.int64).T.copy()
         flags = np.empty(len(work.sizes), np.bool_)
         run_ranges(kernels(needed=False).comparer(GRADS[dtype]), work.sizes, work.items, table, flags)
-        found += [of_kind[i] for i in set(work.items[flags, 0].tolist())]
-    return found + rest if rest and _differ(rest) else found
+        changed_masters += [of_kind[i] for i in set(work.items[flags, 0].tolist())]
+    return changed_masters + rest if rest and _differ(rest) else changed_masters
 
 
 def _differ(masters: Sequence[Master]) -> bool:
@@ -167,7 +167,7 @@ def _differ(masters: Sequence[Master]) -> bool:
     if capturing(weights[0].device):
         return False
     sums = list[Tensor]()
-    for some in bounded(masters):
+    for some in split_bounded(masters):
         distances = [torch.empty_like(m._source) for m in some]
         foreach_copy_(distances, some)
         foreach_add_(distances, [m._source for m in some], alpha=-1)
@@ -175,7 +175,7 @@ def _differ(masters: Sequence[Master]) -> bool:
     return bool(torch.stack(sums).any())
 
 
-def bounded(tensors: Iterable[T]) -> Iterator[list[T]]:
+def split_bounded(tensors: Iterable[T]) -> Iterator[list[T]]:
     """Yield the tensors in lists of so many elements as one call widens, or of one larger tensor."""
     some, size = list[T](), 0
     for t in tensors:
@@ -188,7 +188,7 @@ def bounded(tensors: Iterable[T]) -> Iterator[list[T]]:
         yield some
 
 
-class Link(HasMasters):
+class Link(MasterHolder):
     """The pairs of one optimizer, in its order, and the hooks that keep them together."""
 
     def __init__(
@@ -223,18 +223,20 @@ class Link(HasMasters):
         A frozen one gets it where `initial` has its value, and else when it is to train.
         """
         initial = {} if initial is None else initial
-        found = list(self._newcomers(initial))
-        if not found:
+        newcomers = list(self._newcomers(initial))
+        if not newcomers:
             return
-        names, state = self._known(), self.optimizer.state
-        for _, _, weight in found:
+        names, state = self._names_by_weight(), self.optimizer.state
+        for _, _, weight in newcomers:
             self._check(weight, names)
-        for params, index, weight in found:
-            given = initial.get(weight)
-            value = weight.float() if given is None else given.to(weight.device, torch.float32)
+        for params, index, weight in newcomers:
+            initial_value = initial.get(weight)
+            value = (
+                weight.float() if initial_value is None else initial_value.to(weight.device, torch.float32)
+            )
             master = Master(value.detach(), requires_grad=weight.requires_grad)
             master._source, master._owner, master._name = weight, weakref.ref(self), names.get(weight)
-            master.agree()
+            master.mark_synced()
             # It carries an fp32 gradient from now on; torch makes 16-bit ones in backward, unless told.
             if self.wide:
                 accumulate_in_fp32(weight)
@@ -255,13 +257,13 @@ class Link(HasMasters):
                 if p.requires_grad or (p in initial and _is_free(p)):
                     yield group["params"], index, p
 
-    def _known(self) -> dict[Tensor, str]:
-        known = dict(self._given)
+    def _names_by_weight(self) -> dict[Tensor, str]:
+        names = dict(self._given)
         models = [model for ref in self._models if (model := ref()) is not None]
         for index, model in enumerate(models):
             prefix = f"{index}." if len(models) > 1 else ""
-            known.update({p: prefix + name for name, p in named_parameters(model).items()})
-        return known
+            names.update({p: prefix + name for name, p in named_parameters(model).items()})
+        return names
 
     def _check(self, weight: Tensor, names: Mapping[Tensor, str]) -> None:
         what = (
@@ -288,21 +290,21 @@ class Link(HasMasters):
 
     def names(self) -> list[str]:
         """Return a name for each master: fully qualified, of `param_names`, or `group.position`."""
-        here: dict[int, str] = {}
+        place_names: dict[int, str] = {}
         for g, group in enumerate(self.optimizer.param_groups):
-            own = group.get("param_names")
+            group_names = group.get("param_names")
             for i, p in enumerate(group["params"]):
-                here[id(p)] = fqn(own[i]) if own else f"{g}.{i}"
-        return [m._name or here[id(m)] for m in self.pairs.values()]
+                place_names[id(p)] = fqn(group_names[i]) if group_names else f"{g}.{i}"
+        return [m._name or place_names[id(m)] for m in self.pairs.values()]
 
     @torch.no_grad()
     def widen(self) -> None:
         """Make every 16-bit gradient fp32, where the weight holds it, so that both sides see one tensor."""
         low = (w for w in self.pairs if w.grad is not None and w.grad.dtype in LOW)
-        for some in bounded(low):  # these gradients alone are there twice, in 16 bits and in fp32
+        for some in split_bounded(low):  # these gradients alone are there twice, in 16 bits and in fp32
             _widen(some)
 
-    def widened(self, weight: Tensor) -> Tensor:
+    def widen_gradient(self, weight: Tensor) -> Tensor:
         """Return the fp32 gradient of a weight that has a 16-bit one."""
         if self._parts is not None:
             return self._parts.gradient(weight)
@@ -334,7 +336,7 @@ class Link(HasMasters):
         if self.pairs:
             foreach_copy_(list(self.pairs), list(self.pairs.values()))
         for master in self.pairs.values():
-            master.agree()
+            master.mark_synced()
 
     def sync(self, only: AnySet[Tensor] | None = None) -> None:
         """Make weights and masters agree, whichever of a pair was set by hand since they last did."""
@@ -372,7 +374,7 @@ class Link(HasMasters):
             if w.dtype != stored:
                 w.copy_(m)
         for m in masters:
-            m.agree()
+            m.mark_synced()
 
     def _move(self) -> None:
         """Bring masters and their states to the weights' device, to which the model was moved."""
@@ -399,17 +401,17 @@ class Link(HasMasters):
                 master.copy_(value)
                 master.write()
 
-    def matched(self, state: Mapping[str, Tensor]) -> dict[Tensor, Tensor]:
+    def match_saved(self, state: Mapping[str, Tensor]) -> dict[Tensor, Tensor]:
         """Return the saved masters by weight; CheckpointError where names or shapes do not fit.
 
         A frozen weight that was saved without one keeps its own.
         """
         if not isinstance(state, Mapping) or not all(isinstance(value, Tensor) for value in state.values()):
             raise CheckpointError(f"saved masters are tensors by name, got {state!r:.60}")
-        own = dict(zip(self.names(), self.pairs))
-        names = [name for name, w in own.items() if w.requires_grad or name in state]
+        weights = dict(zip(self.names(), self.pairs))
+        names = [name for name, w in weights.items() if w.requires_grad or name in state]
         if set(names) != set(state):
-            names = list(own) if len(own) == len(state) else names
+            names = list(weights) if len(weights) == len(state) else names
             by_place = all(map(_is_place, names)) or all(map(_is_place, state))
             if not (by_place and len(names) == len(state)):
                 missing, extra = sorted(set(names) - set(state))[:5], sorted(set(state) - set(names))[:5]
@@ -418,12 +420,12 @@ class Link(HasMasters):
                 )
             state = dict(zip(names, state.values()))
         for name, value in state.items():
-            if value.shape != own[name].shape:
+            if value.shape != weights[name].shape:
                 raise CheckpointError(
                     f"the saved master of {name!r} has shape {list(value.shape)}, the parameter has "
-                    f"{list(own[name].shape)}"
+                    f"{list(weights[name].shape)}"
                 )
-        return {own[name]: value for name, value in state.items()}
+        return {weights[name]: value for name, value in state.items()}
 
     @torch.no_grad()
     def release(self) -> None:
@@ -455,8 +457,8 @@ class Link(HasMasters):
         else:
             optimizer.param_groups = self._parts.split(optimizer.param_groups)
         for group in optimizer.param_groups:  # torch chooses so for parameters of no class of their own
-            alone = group.get("foreach", False) is None and not group.get("fused")
-            if alone and all(p.is_cuda for p in group["params"]):
+            is_default = group.get("foreach", False) is None and not group.get("fused")
+            if is_default and all(p.is_cuda for p in group["params"]):
                 group["foreach"] = True
                 self._together.append(group)
 
@@ -471,16 +473,18 @@ class Link(HasMasters):
         self.sync()
         masters = list(self.pairs.values())
         named = dict(zip(self.names(), (m.detach() for m in masters)))  # the tensors, as torch's states
-        known = {id(p): place for place, p in enumerate(parameters_of(optimizer))}
-        places = [known[id(master)] for master in masters if id(master) in known]
+        positions = {id(p): place for place, p in enumerate(parameters_of(optimizer))}
+        places = [positions[id(master)] for master in masters if id(master) in positions]
         return {**state, checkpoints.MASTERS: named, checkpoints.PLACES: places}
 
-    def saved_pairs(self, saved: Any) -> list[tuple[Tensor, Tensor]]:
+    def read_saved_pairs(self, saved: Any) -> list[tuple[Tensor, Tensor]]:
         """Return masters with their saved values; CheckpointError where names or shapes do not fit."""
-        names, held = self._known(), saved if isinstance(saved, Mapping) else {}
+        names, saved_masters = self._names_by_weight(), saved if isinstance(saved, Mapping) else {}
         frozen = (p for p in parameters_of(self.optimizer) if p.dtype in LOW and not p.requires_grad)
-        self.adopt({p: p.detach() for p in frozen if names.get(p) in held})
-        return [] if saved is None else [(self.pairs[w], value) for w, value in self.matched(saved).items()]
+        self.adopt({p: p.detach() for p in frozen if names.get(p) in saved_masters})
+        return (
+            [] if saved is None else [(self.pairs[w], value) for w, value in self.match_saved(saved).items()]
+        )
 
 
 _AT_ONCE = 1 << 24
@@ -512,7 +516,7 @@ class _Parts:
 
     def split(self, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Yield the groups in parts."""
-        parts = [{**group, "params": some} for group in groups for some in bounded(group["params"])]
+        parts = [{**group, "params": some} for group in groups for some in split_bounded(group["params"])]
         for part in parts:
             weights = [
                 m._source for m in part["params"] if isinstance(m, Master) and m._source.grad is not None

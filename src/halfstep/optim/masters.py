@@ -18,7 +18,7 @@ from halfstep.errors import ConfigError, UnsupportedError
 from halfstep.gradients.unscale import unscale_
 from halfstep.names import fqn
 from halfstep.optim.arguments import check_accumulate
-from halfstep.optim.loading import HasMasters, LoadedMasters
+from halfstep.optim.loading import LoadedMasters, MasterHolder
 from halfstep.optim.master_link import Link, Master, ModelHooks, weight_of
 from halfstep.optim.saved_masters import SavedMasters
 from halfstep.policy.levels import LOW_DTYPES
@@ -79,7 +79,7 @@ class MasterWeights:
         _refuse_own_references(optimizer)
         self.optimizer = optimizer
         models, wide = _as_models(model), accumulate == "fp32"
-        self._models = [weakref.ref(one) for one in models]
+        self._models = [weakref.ref(model) for model in models]
         self._link: Link | None = Link(optimizer, models, _names_of(names), initial or {}, wide)
         link, push = self._link, ModelHooks(self._link)
         self._handles: list[Any] = [
@@ -134,8 +134,8 @@ class MasterWeights:
         self.link.widen()
         grads = [p.grad for p in parameters_of(self.optimizer) if p.grad is not None]
         if inv_scale is not None:
-            known = isinstance(inv_scale, Tensor)
-            unscale_(grads, inv_scale if known else torch.tensor(inv_scale, device="cpu"))
+            is_tensor = isinstance(inv_scale, Tensor)
+            unscale_(grads, inv_scale if is_tensor else torch.tensor(inv_scale, device="cpu"))
         return grads
 
     def write_back(self) -> None:
@@ -155,17 +155,17 @@ class MasterWeights:
             raise ConfigError(f"refresh takes a mapping from names to tensors, got {type(values).__name__}")
         self.link.sync()
         weights = dict(zip(self.link.names(), self.link.pairs))
-        found = {weights[name]: value for key, value in values.items() if (name := fqn(key)) in weights}
-        if values and not found:
+        new_masters = {weights[name]: value for key, value in values.items() if (name := fqn(key)) in weights}
+        if values and not new_masters:
             raise ConfigError(f"refresh got no master's name; expected names such as {next(iter(weights))!r}")
-        for weight, value in found.items():
+        for weight, value in new_masters.items():
             got = f"shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
             if got != f"shape {list(weight.shape)}":
                 raise ConfigError(
                     f"refresh got {got} for {self.link.pairs[weight]._name!r}, expected the weight's "
                     f"{list(weight.shape)}: give tensors with the values of this model"
                 )
-        self.link.seed_masters(found)
+        self.link.seed_masters(new_masters)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return copies of the masters by fully qualified name, or `group.position` without one."""
@@ -178,7 +178,7 @@ class MasterWeights:
             CheckpointError: a name is missing or too many, or a shape differs; nothing is changed then.
         """
         self.link.adopt()
-        self.link.seed_masters(self.link.matched(state))
+        self.link.seed_masters(self.link.match_saved(state))
 
     @contextmanager
     def swap(self) -> Generator[None]:
@@ -189,7 +189,7 @@ class MasterWeights:
         the casts of a `Conversion` are for `Conversion.suspended()` to widen:
         `with masters.swap(), conversion.suspended(): ...`.
         """
-        with self._in_place(lambda w, m: nn.Parameter(m.detach(), requires_grad=w.requires_grad)):
+        with self._exchange_parameters(lambda w, m: nn.Parameter(m.detach(), requires_grad=w.requires_grad)):
             yield
 
     @contextmanager
@@ -201,11 +201,11 @@ class MasterWeights:
         what is saved are fp32 masters and states by name, what is loaded goes into masters and, at the end,
         into the weights. Nothing else may run within. ConfigError without a model.
         """
-        with self._in_place(lambda w, m: m.requires_grad_(m.requires_grad or w.requires_grad)):
+        with self._exchange_parameters(lambda w, m: m.requires_grad_(m.requires_grad or w.requires_grad)):
             yield
 
     @contextmanager
-    def _in_place(self, stand_in: Callable[[Tensor, Tensor], Tensor]) -> Generator[None]:
+    def _exchange_parameters(self, stand_in: Callable[[Tensor, Tensor], Tensor]) -> Generator[None]:
         if not self._models:
             raise ConfigError("swap() and checkpointing() need a model: MasterWeights(optimizer, model=...)")
         self.link.sync()
@@ -244,7 +244,7 @@ def _as_models(model: nn.Module | Sequence[nn.Module] | None) -> list[nn.Module]
     if model is None:
         return []
     models = [model] if isinstance(model, nn.Module) else model
-    if not isinstance(models, list | tuple) or not all(isinstance(one, nn.Module) for one in models):
+    if not isinstance(models, list | tuple) or not all(isinstance(item, nn.Module) for item in models):
         raise ConfigError(f"MasterWeights got model={model!r:.60}, expected a torch.nn.Module or several")
     return list(models)
 
@@ -271,7 +271,7 @@ def _refuse_own_references(optimizer: torch.optim.Optimizer) -> None:
     kind = type(optimizer).__name__
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(f"MasterWeights takes a torch.optim.Optimizer, not {kind}; pass the one it wraps")
-    if isinstance(optimizer, HasMasters) and not getattr(optimizer, "takes_masters", False):
+    if isinstance(optimizer, MasterHolder) and not getattr(optimizer, "takes_masters", False):
         raise ConfigError(
             f"{kind} keeps masters of its own (its argument master=...); use it without MasterWeights"
         )
@@ -284,9 +284,9 @@ def _refuse_own_references(optimizer: torch.optim.Optimizer) -> None:
     if any(type(p) is Master for p in params):
         raise ConfigError(f"this {kind} already has master weights; revert() those first")
     for key in vars(optimizer).keys() - {"param_groups", "state", "defaults"}:
-        for held in pytree.tree_leaves(getattr(optimizer, key)):
-            shared = getattr(held, "param_groups", None) is optimizer.param_groups  # a wrapper's inner one
-            if id(held) in mine or (isinstance(held, torch.optim.Optimizer) and not shared):
+        for leaf in pytree.tree_leaves(getattr(optimizer, key)):
+            shared = getattr(leaf, "param_groups", None) is optimizer.param_groups  # a wrapper's inner one
+            if id(leaf) in mine or (isinstance(leaf, torch.optim.Optimizer) and not shared):
                 raise UnsupportedError(
                     f"{kind} cannot have master weights: it keeps its own references to parameters in "
                     f".{key}. Wrap the inner optimizer, or use O1 (fp32 weights)"
@@ -325,13 +325,13 @@ def fp32_state_dict(
     return out
 
 
-def holders_of(optimizers: Iterable[torch.optim.Optimizer]) -> list[HasMasters]:
+def holders_of(optimizers: Iterable[torch.optim.Optimizer]) -> list[MasterHolder]:
     """Return the holders of the optimizers' fp32 masters: themselves, their `MasterWeights`, or nothing."""
     return [holder for optimizer in optimizers if (holder := holder_of(optimizer)) is not None]
 
 
-def holder_of(optimizer: torch.optim.Optimizer) -> HasMasters | None:
+def holder_of(optimizer: torch.optim.Optimizer) -> MasterHolder | None:
     """Return `holders_of` one optimizer."""
     owners = (p._owner() for p in parameters_of(optimizer) if isinstance(p, Master))
-    own = optimizer if isinstance(optimizer, HasMasters) else None
-    return next((owner for owner in owners if owner is not None), own)
+    holder = optimizer if isinstance(optimizer, MasterHolder) else None
+    return next((owner for owner in owners if owner is not None), holder)

@@ -36,9 +36,9 @@ def update(
     states = [storage.read_state(slot, i) for i in range(len(slot.states))]
     bounds = _bounds(algorithm, slot, w, g, scalars)
     w, states = algorithm.update(w, g, states, scalars)
-    new = [storage.stored_state(slot, i, v, random, bounds[i]) for i, v in enumerate(states)]
+    new = [storage.store_state(slot, i, v, random, bounds[i]) for i, v in enumerate(states)]
     again = rounding.again(random, key) if slot.kind == L.BF16_STOCHASTIC and random is not None else None
-    weight, over = storage.stored_weight(slot.kind, w, slot.weight.dtype, again)
+    weight, over = storage.store_weight(slot.kind, w, slot.weight.dtype, again)
     exponents = [fields for _, fields in new if fields is not None]
     return [*weight, *(state for state, _ in new), *exponents], over
 

@@ -55,7 +55,7 @@ class GradientRelease:
 
         def release(p: Tensor) -> None:
             if (owner := weak()) is not None:
-                owner._reached(p)
+                owner._on_gradient(p)
 
         for p in params:
             if p.requires_grad and p not in self._watched:
@@ -72,7 +72,7 @@ class GradientRelease:
         self._inv_scale, self.clip_norm = inv_scale, clip_norm
 
     @contextmanager
-    def hold(self) -> Generator[None]:
+    def pause(self) -> Generator[None]:
         """Only add up gradients in backward passes of the block: for all micro-batches but the last."""
         before, self._holding = self._holding, True
         try:
@@ -82,10 +82,10 @@ class GradientRelease:
 
     def memory(self) -> Callable[[], None]:
         """Note what `state` leaves out, the step that is under way; the result puts it back."""
-        seen, inv_scale = list(self._seen), self._inv_scale
+        past_stats, inv_scale = list(self._seen), self._inv_scale
 
         def restore() -> None:
-            self._seen, self._inv_scale = list(seen), inv_scale
+            self._seen, self._inv_scale = list(past_stats), inv_scale
 
         return restore
 
@@ -100,7 +100,7 @@ class GradientRelease:
         home = next((p.device for p in self._watched), torch.device("cpu"))
         self._last_norm = None if last is None else torch.tensor(last, device=home)
 
-    def _reached(self, p: Tensor) -> None:
+    def _on_gradient(self, p: Tensor) -> None:
         optimizer = self._optimizer()
         if optimizer is None or self._holding:
             return
@@ -126,7 +126,7 @@ class GradientRelease:
         if (stats := self.stats(None)) is not None:
             if clips and self._last_norm is None:
                 warn(UNCLIPPED)
-            known = torch.isfinite(stats.norm)
+            is_finite = torch.isfinite(stats.norm)
             last = stats.norm if self._last_norm is None else self._last_norm
-            self._last_norm = torch.where(known, stats.norm, last)
+            self._last_norm = torch.where(is_finite, stats.norm, last)
             self._seen = []

@@ -23,7 +23,7 @@ from halfstep.torch_private import check_same_shapes
 
 
 class Training(Protocol):
-    """Who was prepared with masters: a session's setup, or a front door's own record."""
+    """Who was prepared with masters: a session's setup, or the record of a drop-in interface."""
 
     @property
     def optimizers(self) -> Sequence[torch.optim.Optimizer]:
@@ -31,20 +31,20 @@ class Training(Protocol):
         ...
 
 
-class Wrapped(Protocol):
+class WrapListener(Protocol):
     """Who wants to know of each DDP that is made around its weights."""
 
     def trains_in(self, module: nn.Module) -> bool:
         """Whether the module holds its weights."""
         ...
 
-    def wrapped(self, ddp: Any, sends: bool) -> None:
+    def on_ddp_wrap(self, ddp: Any, sends: bool) -> None:
         """Called within DDP's constructor; `sends`: on every rank, and for no other of the same weights."""
         ...
 
 
 _TRAININGS: weakref.WeakSet[Training] = weakref.WeakSet()
-_TOLD: weakref.WeakKeyDictionary[Wrapped, None] = weakref.WeakKeyDictionary()
+_TOLD: weakref.WeakKeyDictionary[WrapListener, None] = weakref.WeakKeyDictionary()
 """The latest last."""
 
 
@@ -80,10 +80,10 @@ def follow_wraps(training: Training) -> None:
         _watch()
 
 
-def tell_of_wraps(told: Wrapped) -> None:
-    """Call `told` for every DDP made around its weights from now on."""
+def listen_to_wraps(observer: WrapListener) -> None:
+    """Call the listener for every DDP made around its weights from now on."""
     if torch.distributed.is_available():
-        _TOLD[told] = None
+        _TOLD[observer] = None
         _watch()
 
 
@@ -98,7 +98,7 @@ def _on_registration(parent: nn.Module, name: str, module: nn.Module | None) -> 
         return
     if hasattr(parent, "reducer"):  # another module in the place of the one that it was made around
         return
-    told = [one for one in _TOLD if one.trains_in(module)]
-    for one in told:  # collectives for the latest alone: older ones may be gone on other ranks
-        one.wrapped(parent, one is told[-1])
+    observers = [observer for observer in _TOLD if observer.trains_in(module)]
+    for observer in observers:  # collectives for the latest alone: older ones may be gone on other ranks
+        observer.on_ddp_wrap(parent, observer is observers[-1])
     send_masters(parent, module, list(_TRAININGS), 0)

@@ -47,7 +47,7 @@ def resolution(optimizer: OnePassOptimizer, warn: bool = True) -> list[Resolutio
     learning rate times the gradient for SGD, whose tensors are left out while they have no gradient. Weights
     are sampled (at most 65,536 a tensor). Reads values back to the host: call it before training.
     """
-    found: list[Resolution] = []
+    resolutions: list[Resolution] = []
     for p, group, place in optimizer._places():
         step = expected_step(p, group, float(group["lr"]))
         if step is None:
@@ -58,16 +58,18 @@ def resolution(optimizer: OnePassOptimizer, warn: bool = True) -> list[Resolutio
         frozen = 0.0 if random or lost.numel() == 0 else float(lost.double().mean())
         names = group.get("param_names")
         name = names[place[1]] if names else f"group {place[0]}, parameter {place[1]}"
-        found.append(Resolution(name, group["master"], float(ulp.median()), float(step.median()), frozen))
-    frozen_ones = [r for r in found if r.freezes]
+        resolutions.append(
+            Resolution(name, group["master"], float(ulp.median()), float(step.median()), frozen)
+        )
+    frozen_ones = [r for r in resolutions if r.freezes]
     if warn and frozen_ones:
         worst = max(frozen_ones, key=lambda r: r.frozen)
         errors.warn(
-            f"{len(frozen_ones)} of {len(found)} tensors would freeze: in {worst.name} a step of "
+            f"{len(frozen_ones)} of {len(resolutions)} tensors would freeze: in {worst.name} a step of "
             f"{worst.step:.2g} is under half the ulp {worst.ulp:.2g} of master={worst.master!r} for "
             f"{worst.frozen:.0%} of the weights; use master='exact' (2 bytes a parameter more)"
         )
-    return found
+    return resolutions
 
 
 def expected_step(p: Tensor, group: Mapping[str, Any], rate: float) -> Tensor | None:
@@ -113,13 +115,13 @@ def lost_updates(optimizer: OnePassOptimizer) -> Generator[LostShares]:
         if p.grad is not None
     }
     yield lost
-    kept, all_moving, random = 0, 0, rounded_at_random(optimizer)
+    lost_count, all_moving, random = 0, 0, randomly_rounded(optimizer)
     for p, (old, moving) in before.items():
         same = 0 if p in random else int(((_sample(optimizer.master_of(p)) == old) & moving).sum())
         count = int(moving.sum())
         lost.shares[p] = same / count if count else 0.0
-        kept, all_moving = kept + same, all_moving + count
-    lost.total = kept / all_moving if all_moving else 0.0
+        lost_count, all_moving = lost_count + same, all_moving + count
+    lost.total = lost_count / all_moving if all_moving else 0.0
 
 
 _PROBED = 64
@@ -152,8 +154,8 @@ def find_idle_steps(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[tup
 @torch.no_grad()
 def _count_idle(kind: Any, group: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> int:
     """Count the weights that two fused steps leave far from where plain ones move them."""
-    known = inspect.signature(kind.__init__).parameters.keys() - {*_HOW, "params", "lr"}
-    options, moves = {key: value for key, value in group.items() if key in known}, list[Tensor]()
+    option_names = inspect.signature(kind.__init__).parameters.keys() - {*_HOW, "params", "lr"}
+    options, moves = {key: value for key, value in group.items() if key in option_names}, list[Tensor]()
     for fused in (True, False):
         weight = nn.Parameter(torch.ones(_PROBED, dtype=dtype, device=device))
         probe = kind([weight], lr=2.0**-2, fused=fused, foreach=False, **options)
@@ -165,7 +167,7 @@ def _count_idle(kind: Any, group: Mapping[str, Any], dtype: torch.dtype, device:
     return int((~((by_fused - by_plain).abs() <= by_plain.abs() / 2)).sum())
 
 
-def held(optimizer: torch.optim.Optimizer, p: Tensor) -> tuple[Tensor, ...]:
+def value_tensors(optimizer: torch.optim.Optimizer, p: Tensor) -> tuple[Tensor, ...]:
     """Return the tensors that together hold the value of `p`: itself, and its master or lacking bits, if any.
 
     An update is lost where none of them changed. For any torch optimizer; of `p`'s shape, not copied.
@@ -174,7 +176,7 @@ def held(optimizer: torch.optim.Optimizer, p: Tensor) -> tuple[Tensor, ...]:
     return p.detach(), *(state[key] for key in ("master", "lacking") if key in state)
 
 
-def rounded_at_random(optimizer: torch.optim.Optimizer) -> set[Tensor]:
+def randomly_rounded(optimizer: torch.optim.Optimizer) -> set[Tensor]:
     """Return the parameters that this optimizer rounds stochastically: no update is lost on average."""
     groups = [g["params"] for g in optimizer.param_groups if g.get("master") == "stochastic"]
     return {p for params in groups for p in params if p.dtype == torch.bfloat16}

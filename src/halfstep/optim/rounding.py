@@ -61,7 +61,7 @@ def random_bits(
 
     A panel shares the hashed word of its number; exclusive or a multiple of each lane makes it one for each
     element, even over panels and steps. `key` and `first` are those of all elements or, as tensors,
-    of each: joined tensors begin anew. `width`: of the rows of 8-bit states.
+    of each: joined tensors begin again. `width`: of the rows of 8-bit states.
     """
     index = torch.arange(count, device=device, dtype=torch.int64)
     index = place_of(index if isinstance(first, int) and first == 0 else index - first, width)
@@ -107,26 +107,26 @@ def _per_element(exponents: Tensor, width: int) -> Tensor:
     return exponents.repeat_interleave(BLOCK, 1)[:, :width].reshape(-1)
 
 
-def _signed(code: Tensor, exponent: Tensor) -> Tensor:
+def _decode_signed(code: Tensor, exponent: Tensor) -> Tensor:
     sign = (code & 128) << 24
     least = ((exponent - 15) << 23) | sign
     return (((code & 127) << 20) + least).view(torch.float32) - least.view(torch.float32)
 
 
-def _unsigned(code: Tensor, exponent: Tensor) -> Tensor:
+def _decode_unsigned(code: Tensor, exponent: Tensor) -> Tensor:
     return ((code + ((exponent - 31) << 3)) << 20).view(torch.float32)
 
 
 def decode(codes: Tensor, exponents: Tensor, signed: bool, width: int) -> Tensor:
     """Flat uint8 codes in rows of `width` and their exponents (rows, blocks) to fp32."""
     exponent = _per_element(exponents.to(torch.int32), width)
-    return (_signed if signed else _unsigned)(codes.to(torch.int32), exponent)
+    return (_decode_signed if signed else _decode_unsigned)(codes.to(torch.int32), exponent)
 
 
 def code_peaks(codes: Tensor, exponents: Tensor, signed: bool, width: int) -> Tensor:
     """The largest magnitude of each block of flat codes in rows of `width`."""
     peak = per_block(codes.to(torch.int32) & (127 if signed else 255), width).amax(2)
-    return (_signed if signed else _unsigned)(peak, exponents.to(torch.int32))
+    return (_decode_signed if signed else _decode_unsigned)(peak, exponents.to(torch.int32))
 
 
 def encode(values: Tensor, exponents: Tensor, random: Tensor, signed: bool, width: int) -> Tensor:

@@ -51,38 +51,38 @@ class SavedMasters:
         """Take out masters and 8-bit codes; CheckpointError, with nothing changed, where they do not fit."""
         self._found = []
         if self._link is not None:
-            pairs = self._link.saved_pairs(state.get(checkpoints.MASTERS))
+            pairs = self._link.read_saved_pairs(state.get(checkpoints.MASTERS))
             self._found = [(master, partial(Tensor.detach, value)) for master, value in pairs]
             state = {key: value for key, value in state.items() if key != checkpoints.MASTERS}
         groups = state["param_groups"]
         if [len(g["params"]) for g in groups] != [len(g["params"]) for g in optimizer.param_groups]:
             return None  # torch refuses it
         spread = checkpoints.into_entries(state)
-        kept = dict(spread["state"])
+        states = dict(spread["state"])
         numbers = [number for group in groups for number in group["params"]]
-        mine = [(n, p) for n, p in zip(numbers, parameters_of(optimizer)) if _is_own(kept.get(n))]
+        mine = [(n, p) for n, p in zip(numbers, parameters_of(optimizer)) if _is_own(states.get(n))]
         if mine and self._link is not None:
             self._link.sync()
         for place, (number, p) in enumerate(mine):
-            entry = kept[number]
+            entry = states[number]
             value = partial(_value, f"parameter {place}", entry, p)
             if value() is not None:  # it is made again when it is set: they are never all there
                 self._found.append((p, value))
-            kept[number] = _plain(entry, p)
-        return {**spread, "state": {number: _counted(entry) for number, entry in kept.items()}}
+            states[number] = _plain(entry, p)
+        return {**spread, "state": {number: _widen_count(entry) for number, entry in states.items()}}
 
     @torch.no_grad()
     def after(self, optimizer: torch.optim.Optimizer) -> None:
         """Set the parameters to the masters that `before` found."""
-        found, self._found = self._found, []
-        for p, value in found:
+        pairs, self._found = self._found, []
+        for p, value in pairs:
             p.copy_(cast(Tensor, value()))
             if isinstance(p, Master):
                 p.write()
         warn_of_zero_moments([optimizer])
 
 
-def _counted(entry: Any) -> Any:
+def _widen_count(entry: Any) -> Any:
     """Return the entry, a 16-bit count of its steps in fp32: bf16 stops counting at 256, fp16 at 2,048."""
     step = entry.get("step") if isinstance(entry, Mapping) else None
     return {**entry, "step": step.float()} if isinstance(step, Tensor) and step.dtype in LOW_DTYPES else entry

@@ -43,7 +43,8 @@ def check_blocks(group: Mapping[str, Any], params: Sequence[Tensor]) -> None:
         if local is p or kind == arguments.state_kind_of(local, "8bit") != L.STATE_8BIT:
             continue
         placements = getattr(p, "placements", ())
-        by_rows = all(getattr(one, "dim", 0) == 0 for one in placements)  # is_shard leaves strided ones out
+        # is_shard leaves strided ones out
+        by_rows = all(getattr(placement, "dim", 0) == 0 for placement in placements)
         if not by_rows or p.dim() < 2 or storage.width_of(local) != math.prod(p.shape[1:]):
             raise UnsupportedError(
                 f"state_dtype='8bit' over shards wants tensors cut between rows, so that every block of "
@@ -60,9 +61,9 @@ def add_partial_sums(params: Sequence[Tensor]) -> None:
     for p in params:
         grad: Any = p.grad
         if grad is not None and local_of(p) is not p and hasattr(grad, "redistribute"):
-            own: Any = p
-            if grad.placements != own.placements:
-                p.grad = grad.redistribute(own.device_mesh, own.placements)
+            dtensor: Any = p
+            if grad.placements != dtensor.placements:
+                p.grad = grad.redistribute(dtensor.device_mesh, dtensor.placements)
 
 
 def sets_of(params: Sequence[Tensor]) -> list[tuple[Any, ...]]:
@@ -70,19 +71,22 @@ def sets_of(params: Sequence[Tensor]) -> list[tuple[Any, ...]]:
     return list(dict.fromkeys(groups_of_shards(params)))
 
 
-def combined(
-    found: Sequence[tuple[Any, float, float]], params: Sequence[Tensor], inv_scale: float
+def combine_stats(
+    sums: Sequence[tuple[Any, float, float]], params: Sequence[Tensor], inv_scale: float
 ) -> HostStats:
     """Return the answer over all ranks, from this rank's sums and peaks of each set of process groups."""
     if not any_shard(params):
-        return cpus_.combined([(squares, peak) for _, squares, peak in found], inv_scale)
-    own = [(one, [two for groups, *two in found if groups == one]) for one in sets_of(params)]
-    return cpus_.combined([_over(*pair) for pair in own], inv_scale)
+        return cpus_.combine([(squares, peak) for _, squares, peak in sums], inv_scale)
+    local_sums = [
+        (group_set, [values for groups, *values in sums if groups == group_set])
+        for group_set in sets_of(params)
+    ]
+    return cpus_.combine([_reduce_over(*pair) for pair in local_sums], inv_scale)
 
 
-def _over(groups: tuple[Any, ...], own: Sequence[Sequence[float]]) -> tuple[float, float]:
+def _reduce_over(groups: tuple[Any, ...], local_sums: Sequence[Sequence[float]]) -> tuple[float, float]:
     """The sum of squares and the largest magnitude of this rank's sums and peaks and those of other ranks."""
-    squares, peaks = sum(a for a, _ in own), [b for _, b in own]
+    squares, peaks = sum(a for a, _ in local_sums), [b for _, b in local_sums]
     peak = math.nan if any(map(math.isnan, peaks)) else max(peaks, default=0.0)
     if not groups:
         return squares, peak
@@ -100,44 +104,48 @@ def local_entry(entry: dict[str, Any], p: Tensor) -> Generator[dict[str, Any]]:
     if local_of(p) is p:
         yield entry
         return
-    own = {key: cut(key, value, p) for key, value in entry.items()}
-    yield own
-    show(own, entry, p)
+    local_state = {key: local_part(key, value, p) for key, value in entry.items()}
+    yield local_state
+    show(local_state, entry, p)
 
 
-def show(own: Mapping[str, Any], entry: dict[str, Any], p: Tensor) -> None:
-    """Make an entry of the state what `own`, of this rank's tensors, says."""
-    for key in entry.keys() - own.keys():
+def show(local_state: Mapping[str, Any], entry: dict[str, Any], p: Tensor) -> None:
+    """Make an entry of the state what `local_state`, of this rank's tensors, says."""
+    for key in entry.keys() - local_state.keys():
         del entry[key]
-    for key, value in own.items():
-        known = entry.get(key)
-        if not isinstance(known, Tensor) or local_of(known) is not value or not placed_alike(known, p):
-            entry[key] = as_shard(key, value, p)
+    for key, value in local_state.items():
+        old_value = entry.get(key)
+        if (
+            not isinstance(old_value, Tensor)
+            or local_of(old_value) is not value
+            or not is_placed_as(old_value, p)
+        ):
+            entry[key] = as_dtensor(key, value, p)
 
 
-def placed_alike(value: Any, p: Any) -> bool:
+def is_placed_as(value: Any, p: Any) -> bool:
     """Whether a state is placed as its parameter: on the same ranks, or both on this one alone."""
     return getattr(value, "placements", None) == getattr(p, "placements", None)
 
 
-def as_shard(key: str, value: Any, p: Tensor) -> Any:
+def as_dtensor(key: str, value: Any, p: Tensor) -> Any:
     """Return a state of this rank's part of `p` as the user sees it: a DTensor where it is cut as `p` is."""
     if local_of(p) is p or not isinstance(value, Tensor) or value.dim() == 0:
         return value
     from torch.distributed.tensor import DTensor
 
-    own: Any = p
+    dtensor: Any = p
     shape, stride = p.shape, p.stride()
     if key.endswith(storage.EXPONENTS):  # a line for each row
         shape, stride = torch.Size((p.shape[0], value.shape[1])), (value.shape[1], 1)
     elif value.shape != local_of(p).shape:
         return value
     return DTensor.from_local(
-        value, own.device_mesh, own.placements, run_check=False, shape=shape, stride=stride
+        value, dtensor.device_mesh, dtensor.placements, run_check=False, shape=shape, stride=stride
     )
 
 
-def cut(key: str, value: Any, p: Tensor) -> Any:
+def local_part(key: str, value: Any, p: Tensor) -> Any:
     """This rank's part of a state: of a DTensor placed in any way, or of a whole tensor."""
     if local_of(p) is p:
         return local_of(value) if isinstance(value, Tensor) else value
@@ -145,11 +153,11 @@ def cut(key: str, value: Any, p: Tensor) -> Any:
         return {**value, "sum": split.UNSUMMED}
     if not isinstance(value, Tensor):
         return value
-    own: Any = p
+    dtensor: Any = p
     if local_of(value) is not value:
         shard: Any = value
         return local_of(
-            shard if placed_alike(shard, p) else shard.redistribute(own.device_mesh, own.placements)
+            shard if is_placed_as(shard, p) else shard.redistribute(dtensor.device_mesh, dtensor.placements)
         )
     if value.dim() == 0 or value.shape == local_of(p).shape != p.shape:
         return value
@@ -159,5 +167,5 @@ def cut(key: str, value: Any, p: Tensor) -> Any:
             f"a saved state has shape {list(value.shape)}, the sharded parameter {list(p.shape)} (here "
             f"{list(local_of(p).shape)}): save and load with Session.save and Session.load"
         )
-    shape, offsets = place_of_shard(value.shape, own.device_mesh, own.placements)
+    shape, offsets = place_of_shard(value.shape, dtensor.device_mesh, dtensor.placements)
     return value[tuple(slice(o, o + n) for o, n in zip(offsets, shape))].to(local_of(p).device).contiguous()

@@ -33,11 +33,11 @@ def describe_weight(half: Tensor, whole: bool) -> dict[str, int]:
     return {"format": L.BF16 if half.dtype == torch.bfloat16 else L.FP16, "sum": total}
 
 
-def is_described(half: Tensor, known: Mapping[str, Any], came_as: torch.dtype) -> bool:
-    """Whether `known` describes the 16-bit weight `half`, as far as it says; `came_as`: the model's dtype."""
-    if known["sum"] == UNSUMMED:
-        return came_as in (half.dtype, torch.float32)
-    return describe_weight(half, whole=True) == known
+def is_described(half: Tensor, description: Mapping[str, Any], model_dtype: torch.dtype) -> bool:
+    """Whether `description` is of the 16-bit weight `half`, as far as it says; `model_dtype`: the model's."""
+    if description["sum"] == UNSUMMED:
+        return model_dtype in (half.dtype, torch.float32)
+    return describe_weight(half, whole=True) == description
 
 
 def split(values: Tensor, half: Tensor, lacking: Tensor) -> Tensor | None:
@@ -46,18 +46,18 @@ def split(values: Tensor, half: Tensor, lacking: Tensor) -> Tensor | None:
     The one way in for whatever makes masters; it takes no memory beside them but for a bounded part of them.
     Returns whether a value was too large (0-d, bool) for fp16, and None for bf16, which holds them all.
     """
-    over = None
+    out_of_range = None
     for x, high, low in parts(values, half, lacking):
         if high.dtype == torch.bfloat16:
             split_bf16(x, high, low)
             continue
-        made, bits, too_large = split_fp16(x)
-        high.copy_(made)
+        x_half, bits, too_large = split_fp16(x)
+        high.copy_(x_half)
         low.copy_(bits)
-        over = too_large.any() if over is None else over | too_large.any()
-    if over is None and half.dtype == torch.float16:
+        out_of_range = too_large.any() if out_of_range is None else out_of_range | too_large.any()
+    if out_of_range is None and half.dtype == torch.float16:
         return torch.zeros((), dtype=torch.bool, device=half.device)
-    return over
+    return out_of_range
 
 
 def join(half: Tensor, lacking: Tensor, out: Tensor | None = None) -> Tensor:

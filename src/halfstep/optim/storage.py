@@ -27,7 +27,7 @@ MASTER_KEYS = ("master", "lacking")
 """Under which an entry of the state holds what a weight has besides its 16 bits."""
 
 
-def held_as(key: str, state_kind: int) -> str:
+def name_of_moment(key: str, state_kind: int) -> str:
     """Return the name of a moment in an entry of the state, the same in files."""
     return key + CODES if state_kind == L.STATE_8BIT else key
 
@@ -131,21 +131,21 @@ def join(slots: Sequence[Slot]) -> Slot:
     """One slot of several: copies of their tensors, end to end."""
     if len(slots) == 1:
         return slots[0]
-    kept = iter([torch.cat(column) for column in zip(*(slot.kept for slot in slots))])
+    tensors = iter([torch.cat(column) for column in zip(*(slot.kept for slot in slots))])
     first = slots[0]
     return replace(
         first,
         grad=torch.cat([slot.grad for slot in slots]),
-        weight=next(kept),
-        extra=None if first.extra is None else next(kept),
-        states=[next(kept) for _ in first.states],
-        exponents=[next(kept) for _ in first.exponents],
+        weight=next(tensors),
+        extra=None if first.extra is None else next(tensors),
+        states=[next(tensors) for _ in first.states],
+        exponents=[next(tensors) for _ in first.exponents],
     )
 
 
-def write(slots: Sequence[Slot], kept: Sequence[Tensor]) -> None:
+def write(slots: Sequence[Slot], new_values: Sequence[Tensor]) -> None:
     """Store what the tensors of `join(slots).kept` became."""
-    for column, values in zip(zip(*(slot.kept for slot in slots)), kept, strict=True):
+    for column, values in zip(zip(*(slot.kept for slot in slots)), new_values, strict=True):
         foreach_copy_(column, values.split(list(map(len, column))))
 
 
@@ -159,7 +159,7 @@ def read_weight(kind: int, weight: Tensor, extra: Tensor | None) -> Tensor:
     return torch.where(low.view(torch.int16) == weight.view(torch.int16), extra, weight.to(torch.float32))
 
 
-def stored_weight(
+def store_weight(
     kind: int, value: Tensor, dtype: torch.dtype, random: Tensor | None
 ) -> tuple[list[Tensor], Tensor | None]:
     """fp32 `value` as it is kept: the weight in `dtype`, and what it has besides where it has a master.
@@ -168,8 +168,8 @@ def stored_weight(
     """
     if kind in EXACT:
         half, lacking = torch.empty_like(value, dtype=dtype), torch.empty_like(value, dtype=torch.int16)
-        over = split.split(value, half, lacking)
-        return [half, lacking], over
+        out_of_range = split.split(value, half, lacking)
+        return [half, lacking], out_of_range
     if kind == L.BF16_MASTER:
         return [split.round_away(value), value], None
     if kind == L.BF16_STOCHASTIC and random is not None:
@@ -186,7 +186,7 @@ def read_state(slot: Slot, index: int) -> Tensor:
     return stored.to(torch.float32)
 
 
-def stored_state(
+def store_state(
     slot: Slot, index: int, value: Tensor, random: Tensor | None, bounds: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """Return a new state as it is kept, and the exponents of 8-bit ones.

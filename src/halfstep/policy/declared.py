@@ -13,7 +13,7 @@ from halfstep.policy.plan import PlanRule
 _ALWAYS, _FP16 = "_keep_in_fp32_modules_strict", "_keep_in_fp32_modules"
 
 
-def declared_rules(model: nn.Module, low: torch.dtype) -> list[PlanRule]:
+def rules_declared_by(model: nn.Module, low: torch.dtype) -> list[PlanRule]:
     """Return a rule in fp32 for each module that a class of transformers or diffusers declares.
 
     T5 declares its `wo`, whose output leaves the range of fp16, and DeepSeek-V3 the bias of its router.

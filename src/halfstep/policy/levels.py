@@ -45,15 +45,15 @@ class Level:
         """Return the compute dtype this level takes from `dtype`; ConfigError for one it cannot run in."""
         if self.compute_role == "full":
             if dtype is not None and dtype_of(dtype) != torch.float32:
-                given = dtype_name(dtype_of(dtype))
-                raise ConfigError(f"level {self.name} is fp32 throughout, given {given}: choose O1, O2 or O3")
+                name = dtype_name(dtype_of(dtype))
+                raise ConfigError(f"level {self.name} is fp32 throughout, given {name}: choose O1, O2 or O3")
             return torch.float32
         if dtype is None:
             raise ConfigError(f"level {self.name} needs a 16-bit dtype: give fp16 or bf16")
         parsed = dtype_of(dtype)
         if parsed not in LOW_DTYPES:
-            given = dtype_name(parsed)
-            raise ConfigError(f"level {self.name} runs in fp16 or bf16, given {given}: level O0 is fp32")
+            name = dtype_name(parsed)
+            raise ConfigError(f"level {self.name} runs in fp16 or bf16, given {name}: level O0 is fp32")
         return parsed
 
     def policy(self, dtype: str | torch.dtype | None = None, table: str | None = None) -> Policy:

@@ -40,13 +40,13 @@ OWN_OP_MARK = "__halfstep_op__"
 OWN_OPS: dict[str, Callable[..., Any]] = {}
 
 
-def known_names() -> list[str]:
+def list_names() -> list[str]:
     """Return every name that `canonical_op` accepts as is: aten ops and own functions."""
     aten = {name[6:].partition(".")[0] for name in all_op_names() if name[:6] == "aten::"}
     return sorted(aten | set(OWN_OPS))
 
 
-def _known(name: str) -> str | None:
+def _find_name(name: str) -> str | None:
     name = _ALIASES.get(name, name)
     if any(name in table for table in TABLES.values()) or hasattr(torch.ops.aten, name):
         return name
@@ -84,15 +84,15 @@ def canonical_op(op: str | Callable[..., Any]) -> str | None:
                 name = name.removeprefix(prefix)
                 break
     else:
-        found = _name_of_callable(op)
-        if found is None:
+        callable_name = _name_of_callable(op)
+        if callable_name is None:
             return None
-        if found in OWN_OPS:
-            return found
-        name = found
+        if callable_name in OWN_OPS:
+            return callable_name
+        name = callable_name
     if "::" in name:
         namespace, _, rest = name.partition("::")
         return name if hasattr(getattr(torch.ops, namespace), rest) else None
     if not name.startswith("__"):
         name = name.removesuffix("_") or name
-    return _known(name.partition(".")[0])
+    return _find_name(name.partition(".")[0])

@@ -46,7 +46,7 @@ NO_16_BIT_KERNEL = (
 )
 
 
-def _measured(
+def _describe_measurement(
     op: str, error: float, gradients: float, size: float, torchs: tuple[float, float] | None = None
 ) -> str:
     """Say what op_rules.json (results/amd-epyc-avx512-bf16) found for the op kept in bf16.
@@ -54,11 +54,11 @@ def _measured(
     The worst of inputs and parameters, of sums of 32 to 65,536 terms; 0 is exact. `torchs`: where torch's own
     kernel errs more than a region, its two errors.
     """
-    found = (
+    text = (
         f"measured {op}: error against float64 x{error:.2f} of fp32 rounded once,"
         f" gradients x{gradients:.2f}, bytes x{size:.2f} of fp32"
     )
-    return found if torchs is None else found + f" (torch's own kernel x{torchs[0]:.2f} and x{torchs[1]:.2f})"
+    return text if torchs is None else text + f" (torch's own kernel x{torchs[0]:.2f} and x{torchs[1]:.2f})"
 
 
 _NORM = "its statistics are fp32, and so are the sums for weight and bias; "
@@ -92,24 +92,24 @@ HALFSTEP: Groups = (
     (
         "full",
         "a sum of many terms: the result outgrows 16 bits and is rounded to them; "
-        + _measured("sum_of_squares", 1.18, 1.00, 0.50)
+        + _describe_measurement("sum_of_squares", 1.18, 1.00, 0.50)
         + ", in fp16 infinite",
         "sum* prod* cumsum* cumprod* nansum* logsumexp trace",
     ),
     (
         "full",
         "a sum of many terms: rounding its result is most of the error; "
-        + _measured("mean", 1.00, 0.00, 0.50),
+        + _describe_measurement("mean", 1.00, 0.00, 0.50),
         "mean* nanmean*",
     ),
     (
         "full",
-        "sums and differences of squares; " + _measured("var", 1.00, 7.82, 0.50),
+        "sums and differences of squares; " + _describe_measurement("var", 1.00, 7.82, 0.50),
         "var std var_mean std_mean",
     ),
     (
         "full",
-        "a running sum of exponentials; " + _measured("logcumsumexp", 1.00, 3.84, 0.50),
+        "a running sum of exponentials; " + _describe_measurement("logcumsumexp", 1.00, 3.84, 0.50),
         "logcumsumexp",
     ),
     (
@@ -121,22 +121,23 @@ HALFSTEP: Groups = (
     (
         "full",
         "a loss: a mean of small terms, and the root of every gradient; "
-        + _measured("mse_loss", 1.16, 1.39, 0.50),
+        + _describe_measurement("mse_loss", 1.16, 1.39, 0.50),
         f"{_LOSSES} multilabel_margin_loss_forward ctc_loss",
     ),
     (
         "full",
-        "a loss: the root of every gradient; " + _measured("cross_entropy", 18.80, 1.79, 0.56),
+        "a loss: the root of every gradient; " + _describe_measurement("cross_entropy", 18.80, 1.79, 0.56),
         "cross_entropy_loss",
     ),
     (
         "full",
-        "the first half of a loss; " + _measured("log_softmax", 1.13, 9.96, 0.50),
+        "the first half of a loss; " + _describe_measurement("log_softmax", 1.13, 9.96, 0.50),
         "log_softmax*",
     ),
     (
         "full",
-        "positions lose pixels in 16 bits; " + _measured("grid_sampler", 1.00, 1.00, 0.50, (12.30, 855.00)),
+        "positions lose pixels in 16 bits; "
+        + _describe_measurement("grid_sampler", 1.00, 1.00, 0.50, (12.30, 855.00)),
         "grid_sampler grid_sampler_2d grid_sampler_3d _grid_sampler_2d_cpu_fallback",
     ),
     ("full", "no 16-bit kernel on CPU, hence fp32 on every device", NO_16_BIT_KERNEL),
@@ -152,45 +153,49 @@ HALFSTEP: Groups = (
     ),
     (
         "keep",
-        _NORM + _measured("layer_norm", 1.00, 1.00, 0.53, (1.00, 1220.00)),
+        _NORM + _describe_measurement("layer_norm", 1.00, 1.00, 0.53, (1.00, 1220.00)),
         "layer_norm native_layer_norm",
     ),
-    ("keep", _NORM + _measured("rms_norm", 1.00, 1.00, 0.84), "rms_norm"),
-    ("keep", _NORM + _measured("group_norm", 1.00, 1.00, 0.51, (1.00, 27.60)), "group_norm"),
-    ("keep", _NORM + _measured("batch_norm", 1.00, 1.00, 0.50, (2.01, 1050.00)), "batch_norm"),
-    ("keep", _NORM + _measured("instance_norm", 1.00, 1.00, 0.52, (1.94, 51.30)), "instance_norm"),
+    ("keep", _NORM + _describe_measurement("rms_norm", 1.00, 1.00, 0.84), "rms_norm"),
+    ("keep", _NORM + _describe_measurement("group_norm", 1.00, 1.00, 0.51, (1.00, 27.60)), "group_norm"),
+    ("keep", _NORM + _describe_measurement("batch_norm", 1.00, 1.00, 0.50, (2.01, 1050.00)), "batch_norm"),
+    (
+        "keep",
+        _NORM + _describe_measurement("instance_norm", 1.00, 1.00, 0.52, (1.94, 51.30)),
+        "instance_norm",
+    ),
     (
         "keep",
         "its kernel sums in fp32, its gradient takes the result as rounded; "
-        + _measured("softmax", 1.00, 2.50, 0.50),
+        + _describe_measurement("softmax", 1.00, 2.50, 0.50),
         "softmax*",
     ),
     (
         "keep",
-        _PICKS + _measured("max_pool", 0.00, 1.00, 0.70, (0.00, 495.00)),
+        _PICKS + _describe_measurement("max_pool", 0.00, 1.00, 0.70, (0.00, 495.00)),
         "max_pool1d max_pool2d max_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d"
         " fractional_max_pool2d fractional_max_pool3d max_unpool2d max_unpool3d",
     ),
     (
         "keep",
-        _PICKS + _measured("pad", 0.00, 1.00, 0.50, (0.00, 4160.00)),
+        _PICKS + _describe_measurement("pad", 0.00, 1.00, 0.50, (0.00, 4160.00)),
         "reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d replication_pad3d"
         " upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d"
         " _upsample_nearest_exact2d _upsample_nearest_exact3d",
     ),
     (
         "keep",
-        _AVERAGES + _measured("avg_pool", 1.00, 1.00, 0.50, (1.00, 587.00)),
+        _AVERAGES + _describe_measurement("avg_pool", 1.00, 1.00, 0.50, (1.00, 587.00)),
         "avg_pool1d avg_pool2d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d",
     ),
     (
         "keep",
-        _AVERAGES + _measured("upsample", 1.58, 1.00, 0.50),
+        _AVERAGES + _describe_measurement("upsample", 1.58, 1.00, 0.50),
         "upsample_linear1d upsample_bilinear2d upsample_trilinear3d upsample_bicubic2d",
     ),
-    ("keep", _POINTWISE + _measured("relu", 0.00, 0.00, 0.50), "relu"),
-    ("keep", _POINTWISE + _measured("gelu", 1.00, 1.00, 0.50), "gelu"),
-    ("keep", _POINTWISE + _measured("sigmoid", 1.00, 3.00, 0.50), "sigmoid"),
+    ("keep", _POINTWISE + _describe_measurement("relu", 0.00, 0.00, 0.50), "relu"),
+    ("keep", _POINTWISE + _describe_measurement("gelu", 1.00, 1.00, 0.50), "gelu"),
+    ("keep", _POINTWISE + _describe_measurement("sigmoid", 1.00, 3.00, 0.50), "sigmoid"),
     (
         "widest",
         "joins tensors: none of them loses bits",
@@ -200,18 +205,18 @@ HALFSTEP: Groups = (
     (
         "widest",
         "adds to a tensor by index: none of them loses bits, sums are fp32 and rounded once; "
-        + _measured("index_add", 1.00, 0.00, 0.53, (849.00, 0.00)),
+        + _describe_measurement("index_add", 1.00, 0.00, 0.53, (849.00, 0.00)),
         "index_put scatter_add index_add scatter_reduce index_reduce embedding_bag",
     ),
     (
         "widest",
-        "one number from two vectors, summed in fp32; " + _measured("vecdot", 2.64, 1.00, 0.50),
+        "one number from two vectors, summed in fp32; " + _describe_measurement("vecdot", 2.64, 1.00, 0.50),
         "dot vdot linalg_vecdot",
     ),
     (
         "banned:fp16",
         "its gradient divides by a probability that 16 bits round to 0 or 1, in fp16 to NaN; "
-        + _measured("sigmoid_then_bce", 1990.00, 7.99, 0.50),
+        + _describe_measurement("sigmoid_then_bce", 1990.00, 7.99, 0.50),
         "binary_cross_entropy",
     ),
 )

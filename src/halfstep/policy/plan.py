@@ -25,8 +25,8 @@ from halfstep.formats import dtype_name, parse_dtype
 from halfstep.names import NORMALISATIONS, fqns
 from halfstep.policy.levels import LOW_DTYPES, Level, level_of
 from halfstep.policy.ops import Rule
-from halfstep.policy.policy import Policy, checked_edits
-from halfstep.policy.settings import Settings, checked_table
+from halfstep.policy.policy import Policy, validate_edits
+from halfstep.policy.settings import Settings, check_table
 
 Rank = tuple[int, int, int, bool]
 _TYPE = "type:"
@@ -80,14 +80,14 @@ class PlanRule:
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, self._parsed(name))
         if self.rule is not None and self.rule not in _MODULE_RULES:
-            given = f"given {self.rule!r:.60}"
+            detail = f"given {self.rule!r:.60}"
             raise PlanError(
-                f"plan rule {self.pattern!r}: a module can be Rule.FULL, Rule.LOW or Rule.KEEP, {given}"
+                f"plan rule {self.pattern!r}: a module can be Rule.FULL, Rule.LOW or Rule.KEEP, {detail}"
             )
         if not isinstance(self.reason, str):
             raise PlanError(f"plan rule {self.pattern!r}: reason={self.reason!r:.60}: expected a text")
-        edits = checked_edits(self.ops)
-        named = {rule.value: [op for op, given in edits.items() if given is rule] for rule in Rule}
+        edits = validate_edits(self.ops)
+        named = {rule.value: [op for op, edit in edits.items() if edit is rule] for rule in Rule}
         object.__setattr__(self, "ops", Policy().with_rules(**named).edits)
         if self.dtype is None and self.rule is None and self.output is None and not self.ops:
             raise PlanError(f"plan rule {self.pattern!r} sets nothing: give it a dtype, rule, output or ops")
@@ -125,7 +125,7 @@ class PlanRule:
         pattern, dtype, rule, reason, edits, *rest = self._values()
         return (PlanRule, (pattern, dtype, rule, reason, dict(edits), *rest))
 
-    def _stored_as(self, other: PlanRule) -> PlanRule:
+    def _with_storage_of(self, other: PlanRule) -> PlanRule:
         return replace(self, dtype=other.dtype, buffers=other.buffers)
 
     @property
@@ -187,12 +187,12 @@ class Plan:
         if not isinstance(self.rules, list | tuple) or not all(isinstance(r, PlanRule) for r in self.rules):
             raise PlanError(f"a plan is a list of PlanRule, got {self.rules!r:.60}")
         object.__setattr__(self, "rules", tuple(self.rules))
-        seen: set[tuple[str, bool]] = set()
+        keys: set[tuple[str, bool]] = set()
         for rule in self.rules:
             key = (rule.pattern, rule.required)
-            if key in seen:
+            if key in keys:
                 raise PlanError(f"two plan rules have the pattern {rule.pattern!r}: merge them into one")
-            seen.add(key)
+            keys.add(key)
 
     @classmethod
     def empty(cls) -> Plan:
@@ -250,28 +250,28 @@ class Plan:
         owner: dict[int, str] = {}
         for path, module in modules.items():
             ranks = [(rule.rank(public[path], module), rule) for rule in self.rules]
-            own = [(rank, rule) for rank, rule in ranks if rank is not None]
-            matched.update(rule for _, rule in own)
+            matches = [(rank, rule) for rank, rule in ranks if rank is not None]
+            matched.update(rule for _, rule in matches)
             above = resolved.get(_nearest_above(path, resolved))
             if above is not None and above.dtype == torch.float64:  # all of it, norms too
-                own = [(rank, rule) for rank, rule in own if rule.required]
-            chosen = _closest(own, public[path], above)
+                matches = [(rank, rule) for rank, rule in matches if rule.required]
+            chosen = _closest(matches, public[path], above)
             if (
                 chosen is not None
                 and chosen is not above
                 and chosen.dtype is None
                 and chosen.output is not None
             ):
-                rest = [(rank, rule) for rank, rule in own if rule is not chosen]
+                rest = [(rank, rule) for rank, rule in matches if rule is not chosen]
                 stored = _closest(rest, public[path], above)  # an output alone says nothing of weights
-                chosen = chosen if stored is None else chosen._stored_as(stored)
+                chosen = chosen if stored is None else chosen._with_storage_of(stored)
             if chosen is not None:
                 resolved[path] = chosen
             first = owner.setdefault(id(module), path)
             if resolved.get(first) != chosen:
                 raise PlanError(
-                    f"one module is shared as {first!r} and {path!r}, but {_shown(resolved.get(first))} "
-                    f"holds for the first and {_shown(chosen)} for the second: give both the same rule"
+                    f"one module is shared as {first!r} and {path!r}, but {_text(resolved.get(first))} "
+                    f"holds for the first and {_text(chosen)} for the second: give both the same rule"
                 )
         resolved.update(self._of_buffers(modules, owner, public, matched))
         for rule in self.rules:
@@ -287,21 +287,21 @@ class Plan:
         matched: set[PlanRule],
     ) -> dict[str, PlanRule]:
         """Return the rules that name buffers, by the path under which a buffer's module is found first."""
-        found: dict[str, PlanRule] = {}
+        rules: dict[str, PlanRule] = {}
         candidates = [rule for rule in self.rules if rule.dtype is not None and rule.required]
         for path, module in modules.items() if candidates else ():
             for key in module._buffers:
                 shown = f"{public[path]}.{key}".lstrip(".")
-                own = [(_rank_of_name(rule), rule) for rule in candidates if rule.names(shown)]
-                matched.update(rule for _, rule in own)
-                chosen = _closest(own, shown, None)
+                matches = [(_rank_of_name(rule), rule) for rule in candidates if rule.names(shown)]
+                matched.update(rule for _, rule in matches)
+                chosen = _closest(matches, shown, None)
                 place = f"{owner[id(module)]}.{key}".lstrip(".")
-                if chosen is not None and found.setdefault(place, chosen) is not chosen:
+                if chosen is not None and rules.setdefault(place, chosen) is not chosen:
                     raise PlanError(
-                        f"buffer {place!r} is shared as {shown!r}, and {_shown(found[place])} holds for the "
-                        f"first, {_shown(chosen)} for the second: give both the same rule"
+                        f"buffer {place!r} is shared as {shown!r}, and {_text(rules[place])} holds for the "
+                        f"first, {_text(chosen)} for the second: give both the same rule"
                     )
-        return found
+        return rules
 
     def to_toml(self) -> str:
         """Return the plan as TOML that `from_toml` reads back to an equal plan."""
@@ -353,21 +353,21 @@ def _nearest_above(path: str, resolved: Mapping[str, PlanRule]) -> str:
     return ""
 
 
-def _closest(own: list[tuple[Rank, PlanRule]], path: str, above: PlanRule | None) -> PlanRule | None:
+def _closest(matches: list[tuple[Rank, PlanRule]], path: str, above: PlanRule | None) -> PlanRule | None:
     """Choose among a module's own matches and the rule of the nearest module above."""
-    own = sorted(own, key=lambda pair: pair[0], reverse=True)
-    if len(own) > 1 and own[0][0] == own[1][0]:
-        first, second = own[0][1].pattern, own[1][1].pattern
+    matches = sorted(matches, key=lambda pair: pair[0], reverse=True)
+    if len(matches) > 1 and matches[0][0] == matches[1][0]:
+        first, second = matches[0][1].pattern, matches[1][1].pattern
         raise PlanError(
             f"plan rules {first!r} and {second!r} match {path!r} equally closely: "
             f"write one of them more closely, or add a rule for {path!r} itself"
         )
-    if own and (own[0][0][0] > 1 or above is None):
-        return own[0][1]
+    if matches and (matches[0][0][0] > 1 or above is None):
+        return matches[0][1]
     return above
 
 
-def _shown(rule: PlanRule | None) -> str:
+def _text(rule: PlanRule | None) -> str:
     return "no rule" if rule is None else f"rule {rule.pattern!r}"
 
 
@@ -390,7 +390,7 @@ def _toml(value: Any) -> str:
         written = (_ESCAPES.get(c) or (c if c.isprintable() else f"\\U{ord(c):08x}") for c in value)
         return f'"{"".join(written)}"'
     if isinstance(value, Mapping):
-        return f"{{ {', '.join(f'{_toml(key)} = {_toml(one)}' for key, one in value.items())} }}"
+        return f"{{ {', '.join(f'{_toml(key)} = {_toml(item)}' for key, item in value.items())} }}"
     return str(value).lower() if isinstance(value, bool) else format(float(value), ".6g")
 
 
@@ -428,7 +428,7 @@ _KEYS = {
 
 def _rule_from_toml(table: Any, index: int) -> PlanRule:
     where = f"rule {index} of the plan"
-    values = checked_table(where, table, _KEYS)
+    values = check_table(where, table, _KEYS)
     try:
         if "rule" in values:
             values["rule"] = _rule_word(values["rule"])

@@ -66,7 +66,7 @@ class Policy:
         if self.output_dtype is not None:
             object.__setattr__(self, "output_dtype", parse_dtype(self.output_dtype))
         ops.rows(self.table)
-        edits = checked_edits(self.edits)
+        edits = validate_edits(self.edits)
         for name in edits:
             _check_canonical(name)
         object.__setattr__(self, "edits", MappingProxyType(dict(sorted(edits.items()))))
@@ -93,7 +93,7 @@ class Policy:
 
     @classmethod
     def parse(cls, text: str | Policy | Mapping[str, Any]) -> Policy:
-        """Read a policy from its text form, or from a dict (`text_of`); a Policy passes through.
+        """Read a policy from its text form, or from a dict (`dict_to_text`); a Policy passes through.
 
         One dtype ("bf16") sets params, compute and output, as in jmp; one table name ("torch") keeps the
         default dtypes. Raises ConfigError for an unknown key, dtype, table or op, or a key given twice.
@@ -101,7 +101,7 @@ class Policy:
         if isinstance(text, Policy):
             return text
         if isinstance(text, Mapping):
-            return cls.parse(text_of(text)) if text else cls()
+            return cls.parse(dict_to_text(text)) if text else cls()
         if not isinstance(text, str):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ConfigError(f"a policy is a Policy or its text, got {text!r}: {_GRAMMAR}")
         if text.strip() in ops.TABLES:
@@ -148,10 +148,10 @@ class Policy:
         Own Python functions must be decorated with `halfstep.op`. Raises ConfigError for an op that does not
         exist (with close matches) and for an op named under two rules.
         """
-        given = {Rule.LOW: low, Rule.FULL: full, Rule.KEEP: keep, Rule.WIDEST: widest, Rule.BANNED: banned}
-        given[Rule.FP32_OUT] = fp32_out
+        ops_of = {Rule.LOW: low, Rule.FULL: full, Rule.KEEP: keep, Rule.WIDEST: widest, Rule.BANNED: banned}
+        ops_of[Rule.FP32_OUT] = fp32_out
         edits: dict[str, Rule] = {}
-        for rule, named in given.items():
+        for rule, named in ops_of.items():
             if not isinstance(named, Iterable):
                 raise ConfigError(f"{rule.value}={show(named)}: expected a list of ops, by name or function")
             for op_like in [named] if isinstance(named, str) else named:
@@ -168,8 +168,8 @@ class Policy:
         ConfigError for an op that does not exist.
         """
         rows = self.rows(device_type)
-        known = isinstance(op_name, str) and op_name in rows
-        row = rows.get(cast("str", op_name) if known else _resolve(op_name))
+        has_row = isinstance(op_name, str) and op_name in rows
+        row = rows.get(cast("str", op_name) if has_row else _resolve(op_name))
         return None if row is None else row.rule
 
     def rows(self, device_type: str | None = None) -> Mapping[str, OpRow]:
@@ -191,7 +191,7 @@ class Policy:
         return tree if self.output_dtype is None else cast_floats(tree, self.output_dtype)
 
 
-def says_dtype(policy: str | Policy | Mapping[str, Any] | None) -> bool:
+def names_dtype(policy: str | Policy | Mapping[str, Any] | None) -> bool:
     """Whether a policy names the dtype to compute in; a table's name or a text without c= does not."""
     if isinstance(policy, Mapping):
         return any(_ROLE_KEYS.get(key) == "compute_dtype" for key in policy)
@@ -203,7 +203,7 @@ def says_dtype(policy: str | Policy | Mapping[str, Any] | None) -> bool:
     return any(_ROLE_KEYS.get(key, key) == "compute_dtype" for key in keys)
 
 
-def text_of(given: Mapping[str, Any]) -> str:
+def dict_to_text(entries: Mapping[str, Any]) -> str:
     """Return the text form of a policy that came as a dict, not yet checked: `Policy.parse` reads it.
 
     Keys are those of the text ("table", "compute" ...), a rule over its ops ("full": ["exp", "tanh"]), or an
@@ -211,7 +211,7 @@ def text_of(given: Mapping[str, Any]) -> str:
     """
     parts, ops_of = list[str](), dict[str, list[str]]()
     rules = {rule.value for rule in Rule}
-    for key, value in given.items():
+    for key, value in entries.items():
         word = value.value if isinstance(value, Rule) else value
         if key in rules and not isinstance(word, str) and isinstance(word, Iterable):
             ops_of.setdefault(key, []).extend(_resolve(op) for op in cast("Iterable[OpLike]", word))
@@ -228,7 +228,7 @@ def text_of(given: Mapping[str, Any]) -> str:
     return ",".join([*parts, *(f"{rule}={'+'.join(named)}" for rule, named in ops_of.items() if named)])
 
 
-def checked_edits(edits: Any) -> Mapping[str, Rule]:
+def validate_edits(edits: Any) -> Mapping[str, Rule]:
     """Edits to an op table as they were given; ConfigError unless they map op names to rules."""
     if not isinstance(edits, Mapping):
         raise ConfigError(f"edits of ops map names to rules, such as {{'exp': Rule.FULL}}, got {edits!r:.60}")
@@ -244,8 +244,10 @@ def _check_canonical(name: str) -> None:
     An own function, or an op of another library, may be known where the policy goes or comes from.
     """
     foreign = ("." in name or "::" in name) and canonical_op(name) is None
-    if not foreign and (known := _resolve(name)) != name:
-        raise ConfigError(f"edit {name!r}: the op is called {known!r}; or use with_rules(), which knows both")
+    if not foreign and (op_name := _resolve(name)) != name:
+        raise ConfigError(
+            f"edit {name!r}: the op is called {op_name!r}; or use with_rules(), which knows both"
+        )
 
 
 @functools.lru_cache(maxsize=256)
@@ -270,6 +272,6 @@ def _resolve(op_like: OpLike) -> str:
         raise ConfigError(
             f"{shown!r} is not a torch op: decorate the function with @halfstep.op to give it a rule"
         )
-    near = difflib.get_close_matches(shown.rpartition(".")[2], op_names.known_names(), n=4, cutoff=0.6)
+    near = difflib.get_close_matches(shown.rpartition(".")[2], op_names.list_names(), n=4, cutoff=0.6)
     hint = f"did you mean {', '.join(near)}?" if near else "see docs/ops.md for the names"
     raise ConfigError(f"unknown op {shown!r}: expected the name of an aten op; {hint}")

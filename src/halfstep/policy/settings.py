@@ -60,10 +60,8 @@ class Settings:
         """Read `[settings]` and `[[measured]]`; PlanError names the key that cannot be read."""
         rows = measured if isinstance(measured, Sequence) else ()
         return cls(
-            **checked_table("[settings] of the plan", table, _SETTINGS),
-            measured=tuple(
-                Measured(**checked_table("[measured] of the plan", row, _MEASURED)) for row in rows
-            ),
+            **check_table("[settings] of the plan", table, _SETTINGS),
+            measured=tuple(Measured(**check_table("[measured] of the plan", row, _MEASURED)) for row in rows),
         )
 
 
@@ -73,7 +71,7 @@ _NUMBERS = dict.fromkeys(("milliseconds", "loss_error", "gradient_error"), (int,
 _MEASURED: _Kinds = {"setting": str, **_NUMBERS, "note": str}
 
 
-def checked_table(where: str, table: Any, keys: _Kinds) -> dict[str, Any]:
+def check_table(where: str, table: Any, keys: _Kinds) -> dict[str, Any]:
     """A table of a TOML file; PlanError unless it has the first of these keys, and values of these kinds."""
     first = next(iter(keys))
     if not isinstance(table, Mapping) or first not in table:

@@ -118,8 +118,8 @@ def digits() -> Dataset:
     images = torch.nn.functional.interpolate(small, size=(28, 28), mode="bilinear", align_corners=False)
     labels = torch.tensor(bunch.target, dtype=torch.int64)
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
-    train, held = order[:-500], order[-500:]
-    return Dataset("digits", images[train], labels[train], images[held], labels[held])
+    train, test = order[:-500], order[-500:]
+    return Dataset("digits", images[train], labels[train], images[test], labels[test])
 
 
 def normalise(data: Dataset, mean: float, std: float) -> Dataset:
@@ -131,9 +131,9 @@ def normalise(data: Dataset, mean: float, std: float) -> Dataset:
 def _mnist_file(folder: Path, stem: str) -> Path:
     names = [stem, f"{stem}.gz", stem.replace("-idx", ".idx"), stem.replace("-idx", ".idx") + ".gz"]
     for name in names:
-        for found in (folder / name, folder / "MNIST" / "raw" / name):
-            if found.is_file():
-                return found
+        for path in (folder / name, folder / "MNIST" / "raw" / name):
+            if path.is_file():
+                return path
     raise DataError(
         f"no {stem} (or {stem}.gz) in {folder}; --data wants a folder with MNIST's four IDX files"
     )
@@ -148,10 +148,10 @@ def mnist(folder: str | Path) -> Dataset:
     for part, stem in _MNIST_FILES.items():
         path = _mnist_file(folder, stem)
         tensor = read_idx(path)
-        wanted = 3 if part.endswith("images") else 1
-        if tensor.dim() != wanted:
-            raise DataError(f"{path} has {tensor.dim()} dimensions; {part} have {wanted}")
-        if wanted == 1 and len(tensor) and int(tensor.max()) > 9:
+        dims = 3 if part.endswith("images") else 1
+        if tensor.dim() != dims:
+            raise DataError(f"{path} has {tensor.dim()} dimensions; {part} have {dims}")
+        if dims == 1 and len(tensor) and int(tensor.max()) > 9:
             raise DataError(f"{path} holds label {int(tensor.max())}; labels are 0 to 9")
         parts[part] = tensor
     images = {k: parts[f"{k} images"].float()[:, None] for k in ("train", "test")}

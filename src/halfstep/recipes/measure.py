@@ -37,12 +37,12 @@ def _wait(device: torch.device) -> None:
 _BLOCK = 3
 
 
-def noise(taken: Sequence[float]) -> float:
+def noise(seconds: Sequence[float]) -> float:
     """How far the medians of every three rounds after each other lie apart, as a share of their median.
 
     0 for less than six rounds, which make no two of them.
     """
-    blocks = [median(taken[i : i + _BLOCK]) for i in range(0, len(taken) - _BLOCK + 1, _BLOCK)]
+    blocks = [median(seconds[i : i + _BLOCK]) for i in range(0, len(seconds) - _BLOCK + 1, _BLOCK)]
     return (max(blocks) - min(blocks)) / median(blocks) if len(blocks) > 1 else 0.0
 
 
@@ -52,42 +52,42 @@ def rounds_in_turn(
     """Return seconds of each step in each of `rounds` rounds in which every step runs once."""
     seconds: list[list[float]] = [[] for _ in steps]
     for turn in range(warm_up + rounds):
-        for step, taken in zip(steps, seconds):
+        for step, times in zip(steps, seconds):
             _wait(device)
             started = time.perf_counter()
             step()
             _wait(device)
             if turn >= warm_up:
-                taken.append(time.perf_counter() - started)
+                times.append(time.perf_counter() - started)
     return seconds
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> dict[int, int]:
     """Storage address -> its bytes; tensors that share a storage count once."""
-    found = {}
+    sizes = {}
     for tensor in tensors:
         if tensor.layout is torch.strided:
             storage = tensor.untyped_storage()
-            found[storage.data_ptr()] = storage.nbytes()
-    return found
+            sizes[storage.data_ptr()] = storage.nbytes()
+    return sizes
 
 
-def saved_bytes(forward: Callable[[], Tensor], parameters: Iterable[Tensor]) -> int:
+def bytes_saved_by(forward: Callable[[], Tensor], parameters: Iterable[Tensor]) -> int:
     """Return bytes that autograd keeps between `forward` and backward, without the parameters themselves.
 
     Counted from the tensors handed to `torch.autograd.graph.saved_tensors_hooks`: each storage once, whole.
     """
-    own = storage_bytes(parameters)
-    kept: dict[int, int] = {}
+    param_storages = storage_bytes(parameters)
+    saved_storages: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
-        kept.update(storage_bytes([tensor]))
+        saved_storages.update(storage_bytes([tensor]))
         return tensor.detach()
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         loss = forward()
     del loss
-    return sum(size for address, size in kept.items() if address not in own)
+    return sum(size for address, size in saved_storages.items() if address not in param_storages)
 
 
 @contextmanager
@@ -158,10 +158,10 @@ class _Counter(TorchDispatchMode):
             return out
         self.ops += 1
         self.bytes += sum(t.numel() * t.element_size() for t in (*inputs, *outputs))
-        known, ours = self.registry.get(func.overloadpacket), _CPU_FLOPS.get(schema_of(func).name)
-        if known is not None or ours is not None:
+        formula, ours = self.registry.get(func.overloadpacket), _CPU_FLOPS.get(schema_of(func).name)
+        if formula is not None or ours is not None:
             dtype = next(t.dtype for t in inputs if t.is_floating_point())
-            count = known(*args, **kwargs, out_val=out) if known else ours(args, outputs[0])  # type: ignore[misc]
+            count = formula(*args, **kwargs, out_val=out) if formula else ours(args, outputs[0])  # type: ignore[misc]
             self.flops[str(dtype).removeprefix("torch.")] += count
         return out
 
@@ -213,13 +213,13 @@ def op_latency(device: torch.device, calls: int = 300) -> float:
     return _best(run, device) / calls
 
 
-def costliest(own: StepTimes, full: StepTimes | None, count: int = 5) -> list[OpCost]:
+def costliest(times: StepTimes, full: StepTimes | None, count: int = 5) -> list[OpCost]:
     """The ops that cost most of a step, each with its seconds in fp32 (None where that is not known)."""
-    known = {} if full is None else {op.key: op.seconds for op in full.ops}
-    return [OpCost(**vars(op), fp32=known.get(op.key)) for op in own.ops[:count]]
+    fp32_seconds = {} if full is None else {op.key: op.seconds for op in full.ops}
+    return [OpCost(**vars(op), fp32=fp32_seconds.get(op.key)) for op in times.ops[:count]]
 
 
-def bound_of(work: Work, device: torch.device) -> Bound:
+def find_bound(work: Work, device: torch.device) -> Bound:
     """A roofline with three roofs: work divided by this device's measured matmul, copy and dispatch speeds.
 
     The copy speed is taken at the step's mean tensor size, since small tensors stay in the cache.

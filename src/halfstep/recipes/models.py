@@ -58,8 +58,8 @@ class Block(nn.Module):
         batch, length, width = x.shape
         qkv = self.query_key_value(x).view(batch, length, 3, self.heads, width // self.heads)
         query, key, value = qkv.permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        return self.join(mixed.transpose(1, 2).reshape(batch, length, width))
+        output = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return self.join(output.transpose(1, 2).reshape(batch, length, width))
 
     def forward(self, x: Tensor) -> Tensor:
         """[batch, length, width] -> the same."""

@@ -132,10 +132,10 @@ class TimedContestant:
 
     def bytes_per_param(self) -> float:
         """Storage of weights, gradients and all optimizer tensors, each once, over the parameter count."""
-        held = [*self.params, *(p.grad for p in self.params if p.grad is not None)]
+        tensors = [*self.params, *(p.grad for p in self.params if p.grad is not None)]
         for state in self.optimizer.state.values():
-            held += [value for value in state.values() if isinstance(value, Tensor)]
-        return sum(storage_bytes(held).values()) / sum(p.numel() for p in self.params)
+            tensors += [value for value in state.values() if isinstance(value, Tensor)]
+        return sum(storage_bytes(tensors).values()) / sum(p.numel() for p in self.params)
 
 
 def race(
@@ -147,13 +147,16 @@ def race(
         bench = first if contestant is contestants[0] else TimedContestant(contestant, sizes, device)
         times: dict[str, list[tuple[float, float]]] = {"update": [], "step": []}
         for turn in range(rounds + 1):
-            for kind, found in times.items():
-                own = bench.seconds(kind)
-                pair = (own, own if bench is first else first.seconds(kind))
+            for kind, pairs in times.items():
+                seconds = bench.seconds(kind)
+                pair = (seconds, seconds if bench is first else first.seconds(kind))
                 if turn:  # the first round builds states and compiles
-                    found.append(pair)
-        ms = {kind: statistics.median(own for own, _ in found) * 1e3 for kind, found in times.items()}
-        share = {kind: statistics.median(own / peer for own, peer in found) for kind, found in times.items()}
+                    pairs.append(pair)
+        ms = {kind: statistics.median(seconds for seconds, _ in pairs) * 1e3 for kind, pairs in times.items()}
+        share = {
+            kind: statistics.median(seconds / peer for seconds, peer in pairs)
+            for kind, pairs in times.items()
+        }
         size = bench.bytes_per_param()
         yield Result(contestant.name, ms["update"], share["update"], ms["step"], share["step"], size)
         if bench is not first:
@@ -165,13 +168,15 @@ def movement(contestant: Contestant, start: float, lr: float, steps: int, count:
     """How far weights of `start` moved under unit gradients, as a share of what AdamW in fp32 moves them.
 
     The mean over `count` weights without weight decay; what an optimizer knows beyond the weight counts. Each
-    step gets its gradient anew: some optimizers write into it. Peers may leave tensors below 4,096 elements
+    step gets a new gradient: some optimizers write into it. Peers may leave tensors below 4,096 elements
     uncompressed.
     """
-    return _moved(contestant, start, lr, steps, count) / _moved(torch_adamw(), start, lr, steps, 16)
+    return _distance_moved(contestant, start, lr, steps, count) / _distance_moved(
+        torch_adamw(), start, lr, steps, 16
+    )
 
 
-def _moved(contestant: Contestant, start: float, lr: float, steps: int, count: int) -> float:
+def _distance_moved(contestant: Contestant, start: float, lr: float, steps: int, count: int) -> float:
     p = nn.Parameter(torch.full((1, count), start, dtype=contestant.dtype))
     optimizer = contestant.make([p])
     for group in optimizer.param_groups:

@@ -96,8 +96,8 @@ def _text(batch_size: int, folder: str | None) -> Task:
     if folder is not None:
         raise ConfigError("text-gpt reads the standard library's source; --data is for the digits recipes")
     train, test = _data.stdlib_text()
-    held = _data.TextBatches(test, 32, _CONTEXT, seed=0)
-    batches = tuple(batch for _, batch in zip(range(6), held))
+    test_batches = _data.TextBatches(test, 32, _CONTEXT, seed=0)
+    batches = tuple(batch for _, batch in zip(range(6), test_batches))
     return Task(
         "stdlib text", lambda seed: _data.TextBatches(train, batch_size, _CONTEXT, seed=seed), batches
     )

@@ -55,8 +55,8 @@ class TimeBudget:
     def start(self) -> None:
         """The next training begins, and its share runs from now."""
         self.started = self.clock()
-        left = max(0.0, self.ends - self.started)
-        self.limit = min(left, self.PATIENCE * left / max(1, self.trainings))
+        seconds_left = max(0.0, self.ends - self.started)
+        self.limit = min(seconds_left, self.PATIENCE * seconds_left / max(1, self.trainings))
         self.trainings -= 1
 
     def check(self, done: int, steps: int) -> None:
@@ -76,9 +76,9 @@ class ShareOfBatches:
         self._batches = batches
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        ranks, own = world_size(), rank()
+        ranks, this_rank = world_size(), rank()
         for x, y in self._batches:
-            yield x[own::ranks], y[own::ranks]
+            yield x[this_rank::ranks], y[this_rank::ranks]
 
 
 OnStep = Callable[[str], None]
@@ -103,8 +103,8 @@ class TrainSetting:
         words = [self.level, self.dtype or ""]
         if self.plan is not None:
             words = ["auto:" if self.plan.settings else "plan:", *words]
-        own = "dynamic" if LEVELS[self.level].needs_scale(self.dtype) else "none"
-        if self.loss_scale not in (None, own):
+        level_scale = "dynamic" if LEVELS[self.level].needs_scale(self.dtype) else "none"
+        if self.loss_scale not in (None, level_scale):
             words.append("no scale" if self.loss_scale == "none" else f"scale {self.loss_scale}")
         return " ".join(word for word in words if word)
 
@@ -112,8 +112,8 @@ class TrainSetting:
         """Keyword arguments for `hs.prepare`."""
         if self.plan is not None and self.plan.settings:
             return {"plan": self.plan}
-        own = {"level": self.level, "dtype": self.dtype, "loss_scale": self.loss_scale}
-        return own if self.plan is None else {**own, "plan": self.plan}
+        options = {"level": self.level, "dtype": self.dtype, "loss_scale": self.loss_scale}
+        return options if self.plan is None else {**options, "plan": self.plan}
 
 
 def summary(
@@ -168,19 +168,19 @@ def _row(
         skipped=sum(len(run.skipped) for run in runs),
         last_scale=next((run.scales[-1] for run in reversed(runs) if run.scales), None),
         failed=next((run.failed for run in runs if run.failed), None),
-        stopped=_stopped(runs),
+        stopped=_why_stopped(runs),
         diverged=sum(run.diverged_at is not None for run in runs),
         runs=runs,
         **measured,
     )
 
 
-def _stopped(runs: Sequence[SeedRun]) -> str | None:
+def _why_stopped(runs: Sequence[SeedRun]) -> str | None:
     """Why the time budget stopped a run; None where none was."""
     return next((run.stopped for run in runs if run.stopped), None)
 
 
-class _Tell(Callback):
+class _ReportProgress(Callback):
     """Tells of each step, and ends the training when its share of the time is used up."""
 
     def __init__(self, on_step: OnStep, name: str, budget: TimeBudget, steps: int) -> None:
@@ -197,11 +197,11 @@ def _our_warnings(messages: list[str]) -> Generator[None]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", HalfstepWarning)
         yield
-    for one in caught:
-        if issubclass(one.category, HalfstepWarning):
-            messages.append(str(one.message))
+    for warning in caught:
+        if issubclass(warning.category, HalfstepWarning):
+            messages.append(str(warning.message))
         else:
-            warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
+            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
 
 
 def train_once(
@@ -224,7 +224,7 @@ def train_once(
         recipe.loss,
         device=device,
         metrics={"accuracy": accuracy} if recipe.metric == "accuracy" else {},
-        callbacks=[_Tell(on_step, f"{recipe.name} {setting.label}", budget, steps)],
+        callbacks=[_ReportProgress(on_step, f"{recipe.name} {setting.label}", budget, steps)],
         progress=False,
         wrap=nn.parallel.DistributedDataParallel if world_size() > 1 else None,
         **setting.prepare_options(),
@@ -271,31 +271,31 @@ class TimedSetting:
         return [tensor for tensor in tensors if isinstance(tensor, Tensor)]
 
 
-def measured(
+def measure_settings(
     recipe: Recipe, task: Task, settings: Sequence[TrainSetting], device: torch.device, rounds: int
 ) -> dict[TrainSetting, dict[str, Any]]:
     """Time, memory, bound and costliest ops of a step at each setting, the times taken in turns."""
     benches = [TimedSetting(recipe, task, setting, device) for setting in settings]
-    found: dict[TrainSetting, dict[str, Any]] = {}
+    results: dict[TrainSetting, dict[str, Any]] = {}
     with _our_warnings([]):  # the trainings have told them already
         seconds = measure.rounds_in_turn([bench.step for bench in benches], device, rounds)
         times = [step_times(bench.step, [bench.model], steps=2) for bench in benches]
         full = next((t for setting, t in zip(settings, times) if setting.dtype is None), None)
-        for setting, bench, taken, ops in zip(settings, benches, seconds, times):
-            median = statistics.median(taken)
+        for setting, bench, step_seconds, ops in zip(settings, benches, seconds, times):
+            median = statistics.median(step_seconds)
             with measure.memory_peak(bench.resident(), device) as peak:
                 bench.step()
-            found[setting] = {
+            results[setting] = {
                 "seconds": median,
-                "noise": measure.noise(taken),
+                "noise": measure.noise(step_seconds),
                 "samples_per_second": recipe.batch_size / median,
-                "saved_bytes": measure.saved_bytes(bench.forward, bench.model.parameters()),
+                "saved_bytes": measure.bytes_saved_by(bench.forward, bench.model.parameters()),
                 "peak_bytes": peak[0],
-                "bound": measure.bound_of(measure.work_of(bench.step), device),
+                "bound": measure.find_bound(measure.work_of(bench.step), device),
                 "ops": measure.costliest(ops, full),
                 "profiled": ops.seconds,
             }
-    return found
+    return results
 
 
 def run_recipe(
@@ -317,20 +317,22 @@ def run_recipe(
     """
     task = recipe.task(folder)
     trained: list[tuple[TrainSetting, list[SeedRun]]] = [(setting, []) for setting in settings]
-    found: dict[TrainSetting, dict[str, Any]] = {}
+    results: dict[TrainSetting, dict[str, Any]] = {}
     interrupted = False
     try:
         for setting, runs in trained:
             for seed in range(seeds):
-                if not _stopped(runs):
+                if not _why_stopped(runs):
                     runs.append(train_once(recipe, task, setting, seed, steps, device, on_step, budget))
                 elif budget:
                     budget.start()  # its share stays for the others
-        found = measured(recipe, task, [s for s, runs in trained if not _stopped(runs)], device, rounds)
+        results = measure_settings(
+            recipe, task, [s for s, runs in trained if not _why_stopped(runs)], device, rounds
+        )
     except KeyboardInterrupt:
         interrupted = True
         trained = [(setting, runs) for setting, runs in trained if runs]
-    return replace(summary(recipe, task.name, steps, seeds, trained, found), interrupted=interrupted)
+    return replace(summary(recipe, task.name, steps, seeds, trained, results), interrupted=interrupted)
 
 
 def tune_recipe(

@@ -45,7 +45,7 @@ def render_doctor(document: Any) -> str:
         "document": document,
         "style": text_of("style.css") + text_of("doctor.css"),
         "script": text_of("doctor.js"),
-        "numbers": _embedded(document),
+        "numbers": _embed(document),
         "tags": {"works": "good", "untried": "open"},
         "heat": _heat_map(document),
         "headroom": _headroom(document),
@@ -55,7 +55,7 @@ def render_doctor(document: Any) -> str:
     return fill("doctor.html", context, few=_few)
 
 
-def _embedded(document: Mapping[str, Any]) -> str:
+def _embed(document: Mapping[str, Any]) -> str:
     """Return the heat map's numbers; `<` is written so that no text in them can close the script element."""
     rows: dict[str, list[Any]] = {kind: [] for kind in _KINDS}
     for series in document.get("series", []):
@@ -125,7 +125,9 @@ def _headroom(document: Mapping[str, Any]) -> dict[str, Any] | None:
     ]
     bits = sorted((b for b in bits if b[1]), key=lambda b: min(y for _, y in b[1]))[:_SHOWN]
     lines = [Line(path, f"k{i}", points) for i, (path, points) in enumerate(bits)]
-    chart = line_chart(lines, x_label="step", y_label="bits left", marked=_marked(document), danger=_EDGE)
+    chart = line_chart(
+        lines, x_label="step", y_label="bits left", marked=_fault_marks(document), danger=_EDGE
+    )
     return {
         "chart": chart,
         "note": f"The {len(bits)} tightest of {len(series)} modules' outputs, in {document.get('format')}. "
@@ -135,7 +137,7 @@ def _headroom(document: Mapping[str, Any]) -> dict[str, Any] | None:
     }
 
 
-def _marked(document: Mapping[str, Any]) -> list[float]:
+def _fault_marks(document: Mapping[str, Any]) -> list[float]:
     """Return the first fault's step, counted from 1, to be drawn in every chart."""
     bad = [b["step"] + 1.0 for b in document["bad"] if not b["harmless"]]
     return bad[:1]
@@ -155,7 +157,7 @@ def _scale(document: Mapping[str, Any]) -> dict[str, Any] | None:
     if len({n["scale"] for n in history}) == 1 and not skips:
         return {"constant": f"The loss scale stayed at {history[0]['scale']:,.0f}; no step was skipped."}
     chart = line_chart(
-        [line], x_label="step", y_label="loss scale", powers_of_two=True, marked=_marked(document)
+        [line], x_label="step", y_label="loss scale", powers_of_two=True, marked=_fault_marks(document)
     )
     grouped = groupby(enumerate(skips), key=lambda pair: pair[1]["step"] - pair[0])
     runs = [[note for _, note in pairs] for _, pairs in grouped]  # skipped steps that follow each other

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from halfstep.report.comparison import Comparison, RecipeRows, SettingRow
 from halfstep.report.svg import Line, line_chart
 from halfstep.report.template import fill, text_of, write_page
-from halfstep.report.words import bounds, cells, columns, recommended, sentence, verdict
+from halfstep.report.words import bounds, cells, columns, find_recommended, sentence, verdict
 
 T = TypeVar("T")
 
@@ -59,8 +59,8 @@ def _section(recipe: RecipeRows, slow: Mapping[str, str]) -> dict[str, Any]:
     """Return what the page shows of one recipe."""
     rows, metric = recipe.rows, recipe.metric
     scales, constant = _scale_figure(rows)
-    best = recommended(recipe)
-    found = [(row.label, bounds(row)) for row in rows]
+    best = find_recommended(recipe)
+    row_bounds = [(row.label, bounds(row)) for row in rows]
     return {
         "name": recipe.name,
         "verdict": verdict(recipe),
@@ -80,13 +80,13 @@ def _section(recipe: RecipeRows, slow: Mapping[str, str]) -> dict[str, Any]:
         "curves": [*_loss_figures(recipe), *scales],
         "constant_scales": "; ".join(constant),
         "bars": [*_time_figure(rows), *_memory_figure(rows)],
-        "bounds": [(label, shown) for label, shown in found if shown],
+        "bounds": [(label, shown) for label, shown in row_bounds if shown],
     }
 
 
 def _classes(row: SettingRow) -> str:
-    own = row.label in (row.level, f"{row.level} {row.dtype}")
-    return f"level-{row.level} dtype-{row.dtype}" + ("" if own else " other-scale")
+    is_default = row.label in (row.level, f"{row.level} {row.dtype}")
+    return f"level-{row.level} dtype-{row.dtype}" + ("" if is_default else " other-scale")
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -94,7 +94,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def smooth(values: Sequence[float], window: int) -> list[float]:
-    """Centred mean over `window` values, fewer at the ends; a value that is not finite spoils its window."""
+    """Centred mean over `window` values, fewer at the ends; a nonfinite value makes its window so."""
     half = window // 2
     return [_mean(values[max(0, i - half) : i + half + 1]) for i in range(len(values))]
 
@@ -116,8 +116,8 @@ def _loss_figures(recipe: RecipeRows) -> list[_Figure]:
         return [whole]
     lines = []
     for row in others:
-        apart = [v - its for v, its in zip(smoothed[row.label], smoothed[base.label])]
-        lines.append(Line(row.label, _classes(row), _thin(apart)))
+        differences = [v - its for v, its in zip(smoothed[row.label], smoothed[base.label])]
+        lines.append(Line(row.label, _classes(row), _thin(differences)))
     band = _band([smooth(run.losses, window) for run in base.runs if run.losses])
     if band:
         note = f"{note} Grey: how far O0's own seeds lie apart (two standard errors of their mean)."
@@ -129,12 +129,12 @@ def _band(curves: Sequence[Sequence[float]]) -> list[tuple[float, float, float]]
     """(step, low, high) of the mean's uncertainty around zero; nothing for one seed."""
     if len(curves) < 2:
         return []
-    found: list[tuple[float, float, float]] = []
+    band: list[tuple[float, float, float]] = []
     for step, values in _thin(list(zip(*curves))):
         if all(map(math.isfinite, values)):
             wide = 2 * statistics.stdev(values) / math.sqrt(len(values))
-            found.append((step, -wide, wide))
-    return found
+            band.append((step, -wide, wide))
+    return band
 
 
 def _thin(values: Sequence[T]) -> list[tuple[float, T]]:

@@ -38,12 +38,12 @@ def number(value: float) -> str:
     return f"{value:,.6g}"
 
 
-def nice_ticks(low: float, high: float, wanted: int = 5) -> list[float]:
+def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
     """Round numbers (1, 2, 5 times a power of ten) that cover [low, high] inside."""
     span = high - low
     if span <= 0 or not math.isfinite(span):
         return [low]
-    rough = span / wanted
+    rough = span / count
     power = 10.0 ** math.floor(math.log10(rough))
     step = next((m * power for m in (1, 2, 5) if m * power >= rough), 10 * power)
     first = math.ceil(low / step - 1e-9)
@@ -72,12 +72,12 @@ def line_chart(
     `band`: (x, low, high) of a grey area behind them; `marked`: steps with a line across the chart;
     `danger`: the axis starts at 0 or below, and the part below this is red.
     """
-    kept = [(x, y) for line in lines for x, y in line.points if _drawable(y, powers_of_two)]
-    kept += [(x, y) for x, low, high in band for y in (low, high) if kept]
-    if not kept:
+    points = [(x, y) for line in lines for x, y in line.points if _drawable(y, powers_of_two)]
+    points += [(x, y) for x, low, high in band for y in (low, high) if points]
+    if not points:
         return "<p class='quiet'>no finite values to draw</p>"
-    x_low, x_high = min(x for x, _ in kept), max(x for x, _ in kept)
-    y_low, y_high = min(y for _, y in kept), max(y for _, y in kept)
+    x_low, x_high = min(x for x, _ in points), max(x for x, _ in points)
+    y_low, y_high = min(y for _, y in points), max(y for _, y in points)
     if danger is not None:
         y_low, y_high = min(0.0, y_low), max(y_high, 2 * danger)
     elif powers_of_two:
@@ -107,15 +107,15 @@ def line_chart(
         parts.append(_area(band, across, up))
     parts += [_mark(across(x), x) for x in marked if x_low <= x <= x_high]
     parts += [_curve(line, across, up, powers_of_two) for line in lines]
-    told = escape(f"{y_label} by {x_label}", quote=True)
+    label = escape(f"{y_label} by {x_label}", quote=True)
     size = f"viewBox='0 0 {_WIDTH} {_HEIGHT}'"
-    return f"<svg class='chart' {size} role='img' aria-label='{told}'>{''.join(parts)}</svg>"
+    return f"<svg class='chart' {size} role='img' aria-label='{label}'>{''.join(parts)}</svg>"
 
 
 def _area(band: Sequence[tuple[float, float, float]], across: Place, up: Place, name: str = "band") -> str:
-    there = [f"{across(x):.1f} {up(high):.1f}" for x, _, high in band]
-    back = [f"{across(x):.1f} {up(low):.1f}" for x, low, _ in reversed(band)]
-    return f"<path class='{name}' d='M{'L'.join([*there, *back])}Z'/>"
+    upper_edge = [f"{across(x):.1f} {up(high):.1f}" for x, _, high in band]
+    lower_edge = [f"{across(x):.1f} {up(low):.1f}" for x, low, _ in reversed(band)]
+    return f"<path class='{name}' d='M{'L'.join([*upper_edge, *lower_edge])}Z'/>"
 
 
 def _mark(x: float, step: float) -> str:

@@ -76,18 +76,18 @@ def sentence(row: Row, base: Row | None, slow: Mapping[str, str]) -> str:
 def _against(row: Row, base: Row | None) -> str:
     if base is None or row is base:
         return ""
-    found: list[str] = []
+    comparisons: list[str] = []
     if row.seconds and base.seconds:
-        found.append(speed_in_words(row.seconds / base.seconds))
+        comparisons.append(speed_in_words(row.seconds / base.seconds))
     for mine, its, what in (
         (row.peak_bytes, base.peak_bytes, "peak memory"),
         (row.saved_bytes, base.saved_bytes, "saved memory"),
     ):
         if mine and its:
-            found.append(size_in_words(mine / its, what))
+            comparisons.append(size_in_words(mine / its, what))
     slower = bool(row.seconds and base.seconds and row.seconds > PAYS * base.seconds)
     pays = " It does not pay here: fp32 is as fast; level auto would take the fastest." if slower else ""
-    return f"Against O0: {', '.join(found)}.{pays}" if found else ""
+    return f"Against O0: {', '.join(comparisons)}.{pays}" if comparisons else ""
 
 
 def _scaling(row: Row) -> str:
@@ -128,9 +128,9 @@ def costs(row: Row) -> str:
     if not ops or not whole:
         return ""
     share = 100 * sum(op.seconds for op in ops) / whole
-    told = "; ".join(_op(op, row.dtype) for op in ops)
+    summary = "; ".join(_op(op, row.dtype) for op in ops)
     count = "op that costs most is" if len(ops) == 1 else f"{len(ops)} ops that cost most are"
-    return f"The {count} {share:.0f} % of a step: {told}."
+    return f"The {count} {share:.0f} % of a step: {summary}."
 
 
 def _op(op: OpCost, dtype: str) -> str:
@@ -167,7 +167,7 @@ _WORTH_NO_MASTERS = 0.9
 BUSY = 0.25
 
 
-def recommended(recipe: RecipeRows) -> Row | None:
+def find_recommended(recipe: RecipeRows) -> Row | None:
     """The row that trains as well as O0's and pays; None where O0 stays, or where nothing can be said."""
     base = recipe.base
     if base is None or not base.seconds or busy(recipe):
@@ -200,7 +200,7 @@ def verdict(recipe: RecipeRows) -> str:
         return f"Keep fp32 (O0): no other setting trains as well ({len(rows) - 1} compared)"
     if busy(recipe):
         return f"No verdict on speed: {busy(recipe)}. Run it again when the machine is quiet"
-    best = recommended(recipe)
+    best = find_recommended(recipe)
     if best is not None:
         return f"Recommended: {best.label}. {_gains(best, base, recipe)}: {code(best)}"
     small = min(good, key=lambda row: row.peak_bytes or float("inf"))
@@ -216,8 +216,8 @@ def code(row: Row) -> str:
 
 def busy(recipe: RecipeRows) -> str:
     """Return a warning where the times of interleaved rounds differ too much; empty where they do not."""
-    found = [row.noise for row in recipe.rows if row.noise is not None]
-    noise = median(found) if found else 0.0  # other work slows every setting of a round
+    noises = [row.noise for row in recipe.rows if row.noise is not None]
+    noise = median(noises) if noises else 0.0  # other work slows every setting of a round
     if noise <= BUSY:
         return ""
     return f"this machine is busy: times differ by {100 * noise:.0f} % from round to round"

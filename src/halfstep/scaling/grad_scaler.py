@@ -128,7 +128,7 @@ class GradScaler(torchs.GradScaler):
             "clean": self._get_growth_tracker() if clean is None or clean.is_cpu else clean.clone(),
         }
         if not isinstance(rule, DynamicLossScale):
-            return _edited(rule, **numbers)
+            return _with_numbers(rule, **numbers)
         if scale is None or scale.is_cpu:
             return replace(rule, current=min(max(self.get_scale(), rule.min), rule.max), **numbers)
         return replace(rule, current=scale.clamp(rule.min, rule.max), **numbers)
@@ -161,7 +161,7 @@ class GradScaler(torchs.GradScaler):
         if not self._enabled:
             return
         refuse_capture(self._check_scale_growth_tracker("unscale_")[0].device, "scaler.unscale_()")
-        stage = self._row(optimizer)["stage"]
+        stage = self._optimizer_state(optimizer)["stage"]
         if stage is torchs.OptState.UNSCALED:
             raise ScalerStateError(
                 "unscale_() has already been called on this optimizer since the last update()."
@@ -169,7 +169,7 @@ class GradScaler(torchs.GradScaler):
         if stage is torchs.OptState.STEPPED:
             raise ScalerStateError("unscale_() is being called after step().")
         super().unscale_(optimizer)
-        self._note(self._row(optimizer), self._look(gradients_of(optimizer)))
+        self._store_stats(self._optimizer_state(optimizer), self._measure(gradients_of(optimizer)))
 
     def _unscale_grads_(
         self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
@@ -179,19 +179,19 @@ class GradScaler(torchs.GradScaler):
         if not grads:
             return {}
         flag = unscale_(grads, inv_scale.to(home_device(grads))).to(found_inf.device, found_inf.dtype)
-        found = torch.maximum(found_inf, flag)
-        return {device: found.to(device) for device in dict.fromkeys(grad.device for grad in grads)}
+        any_inf = torch.maximum(found_inf, flag)
+        return {device: any_inf.to(device) for device in dict.fromkeys(grad.device for grad in grads)}
 
     def _check_inf_per_device(self, optimizer: Any) -> dict[Any, Tensor]:
         """Look for inf and NaN in the gradients as they are, for an optimizer that divides by itself."""
-        row, grads = self._row(optimizer), gradients_of(optimizer)
-        stats = self._look(grads, self._inverse(grads))
+        row, grads = self._optimizer_state(optimizer), gradients_of(optimizer)
+        stats = self._measure(grads, self._inverse(grads))
         if self._is_changed():
             super()._check_inf_per_device(optimizer)
         else:  # torch's would multiply every gradient by 1 to see the same
-            found = (~stats.finite).float()
-            row["found_inf_per_device"] = {d: found.to(d) for d in dict.fromkeys(g.device for g in grads)}
-        self._note(row, stats)
+            found_inf = (~stats.finite).float()
+            row["found_inf_per_device"] = {d: found_inf.to(d) for d in dict.fromkeys(g.device for g in grads)}
+        self._store_stats(row, stats)
         return row["found_inf_per_device"]
 
     def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
@@ -222,7 +222,7 @@ class GradScaler(torchs.GradScaler):
             )
         scale, _ = self._check_scale_growth_tracker("step")
         refuse_capture(scale.device, "scaler.step()")
-        row = self._row(optimizer)
+        row = self._optimizer_state(optimizer)
         if row["stage"] is torchs.OptState.STEPPED:
             raise ScalerStateError("step() has already been called since the last update().")
         if not (row["found_inf_per_device"] or gradients_of(optimizer) or self._shares_flag()):
@@ -248,8 +248,8 @@ class GradScaler(torchs.GradScaler):
         else:
             with attributes_kept(optimizer):
                 result = super().step(optimizer, *args, **kwargs)
-        row = self._row(optimizer)
-        taken, norm, amax = ~found_in(row), row.get("norm"), row.get("amax")
+        row = self._optimizer_state(optimizer)
+        taken, norm, amax = ~is_found_inf(row), row.get("norm"), row.get("amax")
         outcome = Outcome(
             taken=taken, finite=taken, scale=scale.clone(), grad_norm=norm, amax=amax, result=result
         )
@@ -280,25 +280,25 @@ class GradScaler(torchs.GradScaler):
             return
         if not rows:
             raise ScalerStateError("No inf checks were recorded prior to update.")
-        found = any_of([found_in(row) for row in rows]).to(scale.device)
+        found_inf = any_of([is_found_inf(row) for row in rows]).to(scale.device)
         amax = torch.stack([row["amax"].to(scale) for row in rows]).amax() if rule.needs_amax else None
-        outcome = Outcome(taken=~found, finite=~found, scale=scale.clone())
-        self._go_on_with(_next(rule, found, amax))
+        outcome = Outcome(taken=~found_inf, finite=~found_inf, scale=scale.clone())
+        self._go_on_with(_adjusted_scale(rule, found_inf, amax))
         self._count(self._queue.push(outcome))
 
     def _begin_with(self, rule: LossScale) -> None:
         """Take over all numbers of a loss scale, where `scale` was called before or not."""
-        self._rule, numbers = rule, _numbers(rule) or _CONSTANT
+        self._rule, numbers = rule, _dynamic_part(rule) or _CONSTANT
         state = (rule.read(), numbers.growth, numbers.backoff, numbers.interval, int(numbers.clean))
         super().load_state_dict(dict(zip(_TORCH_KEYS, state, strict=True)))
 
     @torch.no_grad()
     def _go_on_with(self, rule: LossScale) -> None:
         """Write the next scale into torch's tensors, which others may hold; nothing is read."""
-        self._rule, numbers = rule, _numbers(rule) or _CONSTANT
+        self._rule, numbers = rule, _dynamic_part(rule) or _CONSTANT
         scale, clean = self._check_scale_growth_tracker("update")
-        for held, number in ((scale, rule.value), (clean, numbers.clean)):
-            held.copy_(scalar_on(number, held.dtype, held.device))
+        for tensor, number in ((scale, rule.value), (clean, numbers.clean)):
+            tensor.copy_(scalar_on(number, tensor.dtype, tensor.device))
 
     def _scale_on(self, device: torch.device) -> Tensor:
         return move_to(self._check_scale_growth_tracker("scale")[0], device)
@@ -306,7 +306,7 @@ class GradScaler(torchs.GradScaler):
     def _inverse(self, grads: list[Tensor]) -> Tensor:
         return reciprocal(self._scale_on(home_device(grads) if grads else torch.device("cpu")))
 
-    def _row(self, optimizer: Any) -> dict[str, Any]:
+    def _optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """Return torch's state of an optimizer, which is kept alive until `update` so that its id stays."""
         row = self._per_optimizer_states[id(optimizer)]
         row["optimizer"] = optimizer
@@ -317,9 +317,9 @@ class GradScaler(torchs.GradScaler):
         closure = kwargs.get("closure") is not None or any(callable(a) for a in args)
         stats = None if closure else measure_whole(gradients_of(optimizer), stages=self._norm_group)
         result = optimizer.step(*args, **kwargs)
-        if isinstance(own := getattr(optimizer, "outcome", None), Outcome):  # of one that skips by itself
-            own.result = result
-            return own
+        if isinstance(step_outcome := getattr(optimizer, "outcome", None), Outcome):  # it skips by itself
+            step_outcome.result = result
+            return step_outcome
         stats = stats or measure_whole(gradients_of(optimizer), stages=self._norm_group)
         outcome = Outcome(
             taken=True, finite=stats.finite, grad_norm=stats.norm, amax=stats.amax, result=result
@@ -334,35 +334,35 @@ class GradScaler(torchs.GradScaler):
             )
         return outcome
 
-    def _look(
+    def _measure(
         self, grads: list[Tensor], inv_scale: Tensor | None = None
     ) -> GradStats[Tensor, Tensor, Tensor | None]:
         """Return finite flag, norm and, where the loss scale wants it, largest magnitude."""
-        wanted = self._rule.needs_amax
-        return measure_whole(grads, inv_scale, needs_amax=wanted, stages=self._norm_group)
+        needs_amax = self._rule.needs_amax
+        return measure_whole(grads, inv_scale, needs_amax=needs_amax, stages=self._norm_group)
 
     def _one_pass_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        row, inv_scale = self._row(optimizer), None
+        row, inv_scale = self._optimizer_state(optimizer), None
         if row["stage"] is torchs.OptState.READY:
             grads = gradients_of(optimizer)
             inv_scale = self._inverse(grads)
-            alone = self._norm_group is None
-            stats = optimizer.measure(inv_scale=inv_scale) if alone else self._look(grads, inv_scale)
+            one_stage = self._norm_group is None
+            stats = optimizer.measure(inv_scale=inv_scale) if one_stage else self._measure(grads, inv_scale)
             row["found_inf_per_device"] = {stats.finite.device: (~stats.finite).float()}
-            self._note(row, stats)
-        found = found_in(row)
-        skip = found.is_cpu and bool(found)  # hosts see a skip by `step` not being called
-        result = None if skip else optimizer.step(*args, inv_scale=inv_scale, found_inf=found, **kwargs)
+            self._store_stats(row, stats)
+        found_inf = is_found_inf(row)
+        skip = found_inf.is_cpu and bool(found_inf)  # hosts see a skip by `step` not being called
+        result = None if skip else optimizer.step(*args, inv_scale=inv_scale, found_inf=found_inf, **kwargs)
         row["stage"] = torchs.OptState.STEPPED
         return result
 
-    def _note(self, row: dict[str, Any], stats: GradStats[Tensor, Tensor, Tensor | None]) -> None:
+    def _store_stats(self, row: dict[str, Any], stats: GradStats[Tensor, Tensor, Tensor | None]) -> None:
         """Keep norm and largest magnitude, and make the flags those of all ranks."""
         row.update(norm=stats.norm, amax=stats.amax)
         if self._shares_flag():
-            found = distributed.all_ranks(found_in(row), self._group).float()
-            places = row["found_inf_per_device"] or [found.device]
-            row["found_inf_per_device"] = {device: found.to(device) for device in places}
+            found_inf = distributed.all_ranks(is_found_inf(row), self._group).float()
+            places = row["found_inf_per_device"] or [found_inf.device]
+            row["found_inf_per_device"] = {device: found_inf.to(device) for device in places}
 
     def _shares_flag(self) -> bool:
         return self._across_ranks and distributed.world_size(self._group) > 1
@@ -403,7 +403,7 @@ class GradScaler(torchs.GradScaler):
             else:
                 scale, growth, backoff, interval, clean = (state_dict[key] for key in _TORCH_KEYS)
                 numbers = {"growth": growth, "backoff": backoff, "interval": interval, "clean": int(clean)}
-                rule, in_row = _edited(self._rule, **numbers, overflows=0).with_value(float(scale)), 0
+                rule, in_row = _with_numbers(self._rule, **numbers, overflows=0).with_value(float(scale)), 0
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"a GradScaler state that cannot be read: {error!r}") from error
         self._begin_with(rule)
@@ -411,7 +411,7 @@ class GradScaler(torchs.GradScaler):
 
     def _count(self, records: Iterable[StepRecord]) -> None:
         for record in records:
-            self._skips = self._skips.counted(record.taken)
+            self._skips = self._skips.after_steps(record.taken)
             self._skips.check(scale=record.scale)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -437,7 +437,7 @@ class GradScaler(torchs.GradScaler):
         for row in self._per_optimizer_states.values():
             optimizer = memo.get(id(row["optimizer"]), row["optimizer"])
             flags = {"found_inf_per_device": copy.deepcopy(row["found_inf_per_device"])}
-            twin._row(optimizer).update(row | flags | {"optimizer": optimizer})
+            twin._optimizer_state(optimizer).update(row | flags | {"optimizer": optimizer})
         return twin
 
     def __repr__(self) -> str:
@@ -449,35 +449,35 @@ _TORCH_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_
 
 def name_in(optimizer: Any, p: Tensor) -> str:
     """Describe one of an optimizer's parameters, which have no names there."""
-    number = next(number for number, own in enumerate(parameters_of(optimizer)) if own is p)
+    number = next(number for number, parameter in enumerate(parameters_of(optimizer)) if parameter is p)
     return f"parameter {number} of this {type(optimizer).__name__}, of shape {list(p.shape)},"
 
 
-def found_in(row: dict[str, Any]) -> Tensor:
+def is_found_inf(row: dict[str, Any]) -> Tensor:
     """Whether any of an optimizer's gradients was found not to be finite, on any device."""
     return any_of(list(row["found_inf_per_device"].values()))
 
 
-def _numbers(rule: LossScale) -> DynamicLossScale | None:
+def _dynamic_part(rule: LossScale) -> DynamicLossScale | None:
     """Return the part of a loss scale that grows and backs off."""
     scale = rule.limit if isinstance(rule, HeadroomLossScale) else rule
     return scale if isinstance(scale, DynamicLossScale) else None
 
 
-def _edited(rule: LossScale, **numbers: Any) -> LossScale:
+def _with_numbers(rule: LossScale, **numbers: Any) -> LossScale:
     """Return the same loss scale with other numbers, where it has such."""
     if isinstance(rule, HeadroomLossScale):
         return replace(rule, limit=replace(rule.limit, **numbers))
     return replace(rule, **numbers) if isinstance(rule, DynamicLossScale) else rule
 
 
-def _next(rule: LossScale, found: Tensor, amax: Tensor | None) -> LossScale:
-    if found.is_cpu:
-        return rule.adjust(not found, None if amax is None else float(amax))
-    update = devices.declared(found.device.type).update_scale
+def _adjusted_scale(rule: LossScale, found_inf: Tensor, amax: Tensor | None) -> LossScale:
+    if found_inf.is_cpu:
+        return rule.adjust(not found_inf, None if amax is None else float(amax))
+    update = devices.declared(found_inf.device.type).update_scale
     if update is not None and type(rule) is DynamicLossScale:
-        return rule.adjust_by_kernel(update, found)
-    return rule.adjust(~found, amax)
+        return rule.adjust_by_kernel(update, found_inf)
+    return rule.adjust(~found_inf, amax)
 
 
 @contextmanager

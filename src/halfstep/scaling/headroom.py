@@ -53,8 +53,8 @@ class HeadroomLossScale(LossScale):
             raise ConfigError(f"HeadroomLossScale: limit must be a DynamicLossScale, got {show(self.limit)}")
         if isinstance(self.history, list):
             object.__setattr__(self, "history", tuple(self.history))
-        known = isinstance(self.history, Tensor)
-        if not known and not (isinstance(self.history, tuple) and all(map(is_number, self.history))):
+        is_tensor = isinstance(self.history, Tensor)
+        if not is_tensor and not (isinstance(self.history, tuple) and all(map(is_number, self.history))):
             raise ConfigError(
                 f"HeadroomLossScale: history must be a tuple of numbers, got {show(self.history)}"
             )
@@ -65,9 +65,9 @@ class HeadroomLossScale(LossScale):
         past = self.history
         if not isinstance(past, Tensor) and not any(past):
             return self.limit.value
-        known = past if isinstance(past, Tensor) else torch.tensor(past, dtype=torch.float32, device="cpu")
-        room = _power_of_two_below(self.overflow_at / (known.max() * 2.0**self.bits))
-        value = torch.minimum(room, self.limit.tensor(known.device)).clamp(min=self.limit.min)
+        peaks = past if isinstance(past, Tensor) else torch.tensor(past, dtype=torch.float32, device="cpu")
+        room = _power_of_two_below(self.overflow_at / (peaks.max() * 2.0**self.bits))
+        value = torch.minimum(room, self.limit.tensor(peaks.device)).clamp(min=self.limit.min)
         return value if isinstance(past, Tensor) else float(value)
 
     def with_value(self, value: float | Tensor) -> HeadroomLossScale:
@@ -90,17 +90,19 @@ class HeadroomLossScale(LossScale):
         device = home_device(tensors) if tensors else torch.device("cpu")
         flag = scalar_on(finite, torch.bool, device)
         peak = scalar_on(amax, torch.float32, device)
-        seen = torch.where(flag, peak, self.overflow_at / self.tensor(device))
-        clean = flag & (self.limit.tensor(device) * seen <= self.overflow_at)
+        magnitude = torch.where(flag, peak, self.overflow_at / self.tensor(device))
+        clean = flag & (self.limit.tensor(device) * magnitude <= self.overflow_at)
         if not tensors:
-            past = (*cast("tuple[float, ...]", self.history), float(seen))
+            past = (*cast("tuple[float, ...]", self.history), float(magnitude))
             return replace(self, limit=self.limit.adjust(bool(clean)), history=past[-self.window :])
         past = torch.zeros(self.window, device=device)
         if isinstance(self.history, Tensor):
             past = move_to(self.history, device)
         elif self.history:
             past = torch.tensor((0.0,) * (self.window - len(self.history)) + self.history, device=device)
-        return replace(self, limit=self.limit.adjust(clean), history=torch.cat([past[1:], seen.reshape(1)]))
+        return replace(
+            self, limit=self.limit.adjust(clean), history=torch.cat([past[1:], magnitude.reshape(1)])
+        )
 
 
 def _power_of_two_below(x: Tensor) -> Tensor:

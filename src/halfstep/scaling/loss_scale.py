@@ -132,7 +132,7 @@ class LossScale:
 
     def state_dict(self) -> dict[str, Any]:
         """Return configuration and state as plain Python values; `LossScale.from_state` reads it."""
-        self.check_kept()
+        self.check_serializable()
         state: dict[str, Any] = {"kind": type(self).__name__}
         for f in fields(self):  # pyright: ignore[reportArgumentType]
             item = getattr(self, f.name)
@@ -142,7 +142,7 @@ class LossScale:
             state[f.name] = list(item) if isinstance(item, tuple) else item
         return state
 
-    def check_kept(self) -> None:
+    def check_serializable(self) -> None:
         """Raise ConfigError where checkpoints could not keep it: it is no dataclass, nor writes its state."""
         if not is_dataclass(self) and type(self).state_dict is LossScale.state_dict:
             name = type(self).__name__
@@ -263,10 +263,10 @@ class DynamicLossScale(LossScale):
         """Return this scale set to `value`, clamped into [min, max]; the counts stay."""
         if isinstance(value, Tensor):
             check_one(value)
-            kept = value.detach().reshape(()).float().clone().clamp(self.min, self.max)
-            if kept.is_cpu and bool(kept.isnan()):  # elsewhere nothing is read: the skipped steps tell
+            scale = value.detach().reshape(()).float().clone().clamp(self.min, self.max)
+            if scale.is_cpu and bool(scale.isnan()):  # elsewhere nothing is read: the skipped steps tell
                 raise ConfigError("a loss scale cannot be NaN: give a positive number")
-            return replace(self, current=kept)
+            return replace(self, current=scale)
         check_scale(type(self).__name__, value, self.min, self.max)
         return replace(self, current=as_float32(value))
 

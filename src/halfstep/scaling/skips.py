@@ -28,11 +28,11 @@ class SkipCount:
 
         Raises LossScaleCollapsed when `limit` steps in a row were skipped; its message names `scale`.
         """
-        counted = self.counted(taken)
+        counted = self.after_steps(taken)
         counted.check(scale=scale)
         return counted
 
-    def counted(self, taken: bool) -> SkipCount:
+    def after_steps(self, taken: bool) -> SkipCount:
         """Return the count after one more step, however many were skipped."""
         in_row = 0 if taken else self.in_row + 1
         return replace(self, in_row=in_row, total=self.total + (not taken), steps=self.steps + 1)

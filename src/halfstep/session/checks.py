@@ -29,7 +29,7 @@ from halfstep.errors import (
 )
 from halfstep.names import named_parameters
 from halfstep.numerics.uncast import zero_epsilons
-from halfstep.optim.loading import HasMasters
+from halfstep.optim.loading import MasterHolder
 from halfstep.optim.masters import weight_of
 from halfstep.policy.levels import LOW_DTYPES, Level
 from halfstep.policy.policy import Policy
@@ -41,7 +41,7 @@ from halfstep.trees import each_parameter
 if TYPE_CHECKING:
     from halfstep.session.round import Loss
 
-LEFT = (
+LEFTOVER_GRADIENTS = (
     "the gradients of this {} (optimizer {}) are the sum of its own loss's and of what the backward() of "
     "another loss left there. Call its zero_grad() before its backward(), or, of several optimizers, name "
     "the one that a loss trains: amp.backward(loss, optimizer) (said once)"
@@ -99,12 +99,12 @@ def check_scheduler(scheduler: Any) -> None:
 def check_state(state: Any, level: Level, policy: Policy) -> None:
     """Raise CheckpointError unless it is the state of a session of this level and policy."""
     if not isinstance(state, Mapping) or state.get("format") != 1:
-        given = f"the keys {list(state)}" if isinstance(state, Mapping) else f"a {type(state).__name__}"
-        raise CheckpointError(f"not a session state of format 1 but {given}: pass what state_dict() gave")
-    for what, own in (("level", level.name), ("policy", str(policy))):
-        if state.get(what) != own:
+        content = f"the keys {list(state)}" if isinstance(state, Mapping) else f"a {type(state).__name__}"
+        raise CheckpointError(f"not a session state of format 1 but {content}: pass what state_dict() gave")
+    for what, value in (("level", level.name), ("policy", str(policy))):
+        if state.get(what) != value:
             raise CheckpointError(
-                f"this state was saved with {what} {state.get(what)}, the session has {own}: prepare with "
+                f"this state was saved with {what} {state.get(what)}, the session has {value}: prepare with "
                 f"that {what} to resume. To go on in another, prepare as it was saved, load, revert(), and "
                 "prepare as you like"
             )
@@ -114,11 +114,11 @@ def check_parameters(models: Sequence[nn.Module], optimizers: Sequence[torch.opt
     """Raise ConfigError where an optimizer updates what is not the models', or no longer is."""
     mine = {*map(id, each_parameter(models)), *(id(p) for model in models for p in shards_of(model))}
     for optimizer in optimizers:
-        held, kind = weights_of(optimizer), type(optimizer).__name__
-        strangers = [p for p in held if id(p) not in mine]
+        params, kind = weights_of(optimizer), type(optimizer).__name__
+        strangers = [p for p in params if id(p) not in mine]
         if strangers:
             raise ConfigError(
-                f"{len(strangers)} of {len(held)} parameters of this {kind} are not the model's, the first "
+                f"{len(strangers)} of {len(params)} parameters of this {kind} are not the model's, the first "
                 f"of shape {list(strangers[0].shape)}: build the optimizer from the model that is prepared, "
                 "after sharding it (fully_shard and tensor parallel replace parameters). To add a layer "
                 "amp.revert(), add it to the model and to the optimizer, and prepare again"
@@ -150,9 +150,10 @@ def check_sharing(
     """
     holders: dict[Tensor, str] = {}
     for index, optimizer in enumerate(optimizers if len(optimizers) > 1 else ()):
-        own, mine = isinstance(optimizer, HasMasters), f"optimizer {index} ({type(optimizer).__name__})"
+        has_masters = isinstance(optimizer, MasterHolder)
+        mine = f"optimizer {index} ({type(optimizer).__name__})"
         for group in optimizer.param_groups:
-            keeps = group["master"] in ("exact", "fp32") if own else masters
+            keeps = group["master"] in ("exact", "fp32") if has_masters else masters
             trains = (w for w in map(weight_of, group["params"]) if w.requires_grad)
             low = (w for w in trains if becomes.get(w, w.dtype) in LOW_DTYPES)
             for weight in low if keeps else ():
@@ -172,7 +173,7 @@ def indices_of(
     if named is None:
         return list(range(len(optimizers)))
     listed = list(named) if isinstance(named, list | tuple) else [named]
-    return [index_of(optimizers, one) for one in listed]
+    return [index_of(optimizers, optimizer) for optimizer in listed]
 
 
 def index_of(optimizers: Sequence[torch.optim.Optimizer], optimizer: Any) -> int:
@@ -208,18 +209,20 @@ def refuse_direct_steps(session: Any) -> list[RemovableHandle]:
     weak = weakref.ref(session)
 
     def refuse(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        own, name = weak(), type(optimizer).__name__
-        if own is None:
+        live_session, name = weak(), type(optimizer).__name__
+        if live_session is None:
             return
-        carried = own.state.carried[index_of(own.optimizers, optimizer)]
-        if carried is None:
-            if UNSCALED not in own.state.told and any(w.grad is not None for w in weights_of(optimizer)):
-                own.state = own.state.said(UNSCALED)
+        gradient_scale = live_session.state.gradient_scales[index_of(live_session.optimizers, optimizer)]
+        if gradient_scale is None:
+            if UNSCALED not in live_session.state.warned and any(
+                w.grad is not None for w in weights_of(optimizer)
+            ):
+                live_session.state = live_session.state.with_warned(UNSCALED)
                 warn(UNSCALED.format(name))
-        elif carried.read() != 1.0:
+        elif gradient_scale.read() != 1.0:
             raise ScalerStateError(
                 f"{name}.step() was called on gradients that carry the session's loss scale "
-                f"{carried.read():g}: call amp.step(), which divides it out (and amp.backward() "
+                f"{gradient_scale.read():g}: call amp.step(), which divides it out (and amp.backward() "
                 "without GradScaler)"
             )
 
@@ -248,7 +251,7 @@ def name_of(models: Sequence[nn.Module], weight: Tensor) -> str:
     return next(names, f"a parameter of shape {list(weight.shape)}")
 
 
-def holds_values(optimizer: torch.optim.Optimizer) -> bool:
+def has_nonzero(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an optimizer's gradients hold anything but zeros (reads)."""
     grads = [w.grad for w in weights_of(optimizer) if w.grad is not None]
     return any(bool(local_of(g.detach()).any()) for g in grads)
@@ -268,13 +271,13 @@ def no_optimizer(precision: Precision, scale: LossScale) -> str:
 def one_loss(loss: Any, options: Mapping[str, Any]) -> Tensor:
     """Return one loss, or the sum in fp32 of several; ConfigError for what backward cannot start from."""
     if isinstance(loss, list | tuple):
-        wrong = [i for i, one in enumerate(loss) if not isinstance(one, Tensor) or one.numel() != 1]
-        if wrong or not loss:
+        places = [i for i, item in enumerate(loss) if not isinstance(item, Tensor) or item.numel() != 1]
+        if places or not loss:
             raise ConfigError(
-                f"backward got {len(loss)} losses, those at {wrong} are no scalar tensors: give at least "
+                f"backward got {len(loss)} losses, those at {places} are no scalar tensors: give at least "
                 "one, each reduced to one number"
             )
-        loss = torch.stack([one.float().reshape(()) for one in loss]).sum()
+        loss = torch.stack([item.float().reshape(()) for item in loss]).sum()
     if not isinstance(loss, Tensor):
         raise ConfigError(
             f"backward got {loss!r:.60} of type {type(loss).__name__}, expected the loss as a tensor (not "
@@ -343,24 +346,24 @@ class NonFinite:
         if self._choice == "raise":
             self._losses.append(loss.detach())
 
-    def look(
-        self, optimizer: torch.optim.Optimizer, found: bool | Tensor, losses: Sequence[Loss], skips: bool
+    def make_report(
+        self, optimizer: torch.optim.Optimizer, found_inf: bool | Tensor, losses: Sequence[Loss], skips: bool
     ) -> Report | None:
         """Return what to call once gradients are known to be bad; note which are while they exist."""
         values, self._losses = self._losses, []
-        if found is False or self._said or self._choice in ("skip", "continue"):
+        if found_inf is False or self._said or self._choice in ("skip", "continue"):
             return None
         if skips and self._choice is None:
             return None  # only of steps that are taken there is something to say
-        where = self._where(optimizer) if found is True else ""
+        where = self._where(optimizer) if found_inf is True else ""
         return partial(self._raise, where, values, losses) if self._choice else partial(self._warn, where)
 
     def _where(self, optimizer: torch.optim.Optimizer) -> str:
-        held = [(w, w.grad) for w in weights_of(optimizer) if w.grad is not None]
-        bad = [w for w, g in held if not bool(local_of(g.detach()).float().abs().sum().isfinite())]
+        weight_grads = [(w, w.grad) for w in weights_of(optimizer) if w.grad is not None]
+        bad = [w for w, g in weight_grads if not bool(local_of(g.detach()).float().abs().sum().isfinite())]
         if not bad:
             return ""
-        return f"of {len(bad)} of {len(held)} parameters (first: {name_of(self._models, bad[0])}) "
+        return f"of {len(bad)} of {len(weight_grads)} parameters (first: {name_of(self._models, bad[0])}) "
 
     def _warn(self, where: str, step: int | None, taken: bool) -> None:
         if taken and not self._said:
@@ -379,7 +382,7 @@ class NonFinite:
         self, where: str, values: list[Tensor], losses: Sequence[Loss], step: int | None, taken: bool
     ) -> None:
         bad = [loss for loss in values if not bool(loss.isfinite().all())]
-        lowest = [loss.scale for loss in losses if bool(loss.found) and loss.scale.at_lowest]
+        lowest = [loss.scale for loss in losses if bool(loss.found_inf) and loss.scale.at_lowest]
         if not bad and not lowest:
             return
         what = f"gradients {where}hold inf or NaN"

@@ -93,10 +93,10 @@ class _Reading(LoadPlanner):
         self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
         stored: Any = metadata.state_dict_metadata if metadata is not None else {}
-        self._stored = {n: one for n, one in stored.items() if isinstance(one, TensorStorageMetadata)}
+        self._stored = {n: entry for n, entry in stored.items() if isinstance(entry, TensorStorageMetadata)}
 
     def create_local_plan(self) -> LoadPlan:
-        self.wholes = {name: tuple(one.size) for name, one in self._stored.items()}
+        self.wholes = {name: tuple(entry.size) for name, entry in self._stored.items()}
         self.boxes = self._choose(self.wholes)
         items: list[ReadItem] = []
         for name, (offsets, shape) in self.boxes.items():
@@ -124,7 +124,7 @@ class _Reading(LoadPlanner):
 
 
 @dataclass(frozen=True)
-class Found:
+class ReadContent:
     """The content of a checkpoint that a rank read, with the interface of `shardfiles.Index`."""
 
     wholes: Mapping[str, tuple[int, ...]]
@@ -149,7 +149,7 @@ class Found:
 
     def about(self, number: int) -> dict[str, Any]:
         """Return what a rank wrote about itself."""
-        return _parsed(self.values[_about(number)])
+        return _parse(self.values[_about(number)])
 
     def private(self, number: int, name: str) -> Tensor:
         """Return a tensor that belongs to one rank."""
@@ -160,11 +160,11 @@ def _about(number: int) -> str:
     return f"{shardfiles.PRIVATE}{number}.about"
 
 
-def _packed(value: Any) -> Piece:
+def _pack(value: Any) -> Piece:
     return Piece.of(torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8))
 
 
-def _parsed(value: Tensor) -> Any:
+def _parse(value: Tensor) -> Any:
     return json.loads(bytes(value.tolist()))
 
 
@@ -183,12 +183,12 @@ def write(
     checkpoint.check_same_model(path, [model for _, model in begun])
     if begun[0][0]:
         raise CheckpointError(begun[0][0])
-    pieces = {**contents.pieces, _about(rank(group)): _packed(contents.about)}
+    pieces = {**contents.pieces, _about(rank(group)): _pack(contents.about)}
     mine = {(name, piece.offsets): shardfiles.position_sum(piece) for name, piece in pieces.items()}
     sums = gather_on_first(mine, group)
     if first:
         whole = {**manifest, "sums": _sums(sums)}
-        pieces[_MANIFEST] = _packed({**whole, "sha256": checkpoint.checksum_of(whole)})
+        pieces[_MANIFEST] = _pack({**whole, "sha256": checkpoint.checksum_of(whole)})
     writer = None if storage == WORD else storage
     with _errors_of_dcp(f"cannot write {path}", "earlier checkpoints stand"):
         state_dict_saver.save(
@@ -198,41 +198,41 @@ def write(
         _prune(path, keep_last)
 
 
-def read(path: str, choose: Choice, group: Group | None, storage: Any) -> Found:
+def read(path: str, choose: Choice, group: Group | None, storage: Any) -> ReadContent:
     """Read the boxes that `choose` names, this rank's own part and the manifest; all ranks of the group call.
 
     Raises CheckpointError on every rank where one finds something missing or altered.
     """
-    own = f"{shardfiles.PRIVATE}{rank(group)}."
+    rank_prefix = f"{shardfiles.PRIVATE}{rank(group)}."
 
-    def chosen(wholes: Mapping[str, tuple[int, ...]]) -> dict[str, Box]:
+    def choose_boxes(wholes: Mapping[str, tuple[int, ...]]) -> dict[str, Box]:
         if _MANIFEST not in wholes:
             raise CheckpointError("halfstep did not write it")
         shared = {n: w for n, w in wholes.items() if not n.startswith((shardfiles.PRIVATE, _MANIFEST))}
-        more = {n: ([0] * len(w), w) for n, w in wholes.items() if n.startswith((own, _MANIFEST))}
+        more = {n: ([0] * len(w), w) for n, w in wholes.items() if n.startswith((rank_prefix, _MANIFEST))}
         return {**choose(shared), **more}
 
-    if wrong := gather(_missing(path) if storage == WORD and rank(group) == 0 else None, group)[0]:
-        raise CheckpointError(wrong, damaged=True)
-    planner = _Reading(chosen)
+    if problem := gather(_missing(path) if storage == WORD and rank(group) == 0 else None, group)[0]:
+        raise CheckpointError(problem, damaged=True)
+    planner = _Reading(choose_boxes)
     reader = None if storage == WORD else storage
     with _errors_of_dcp(f"cannot read a checkpoint of halfstep at {path}", "nothing was changed"):
         state_dict_loader.load(
             {}, checkpoint_id=path, storage_reader=reader, planner=planner, process_group=group
         )
-    manifest = _checked(path, planner, group)
+    manifest = _read_checked_manifest(path, planner, group)
     wholes = {n: w for n, w in planner.wholes.items() if n != _MANIFEST}
-    return Found(wholes, planner.values, manifest)
+    return ReadContent(wholes, planner.values, manifest)
 
 
-def _checked(path: str, planner: _Reading, group: Group | None) -> dict[str, Any]:
+def _read_checked_manifest(path: str, planner: _Reading, group: Group | None) -> dict[str, Any]:
     """Return the manifest, once all ranks have verified its checksum and those of what they read.
 
     Where ranks read parts of a tensor, the first adds up their sums. Raises CheckpointError on all of them.
     """
-    manifest, wrong, parts = dict[str, Any](), None, dict[Part, int]()
+    manifest, problem, parts = dict[str, Any](), None, dict[Part, int]()
     try:
-        manifest = _parsed(planner.values[_MANIFEST])
+        manifest = _parse(planner.values[_MANIFEST])
         if manifest.pop("sha256") != checkpoint.checksum_of(manifest):
             raise ValueError("the checksum of the manifest is not the one it states")
         for name, (offsets, shape) in planner.boxes.items():
@@ -242,23 +242,23 @@ def _checked(path: str, planner: _Reading, group: Group | None) -> dict[str, Any
             elif name != _MANIFEST and number != manifest["sums"][name]:
                 raise ValueError(f"the checksum of {name!r} is not the manifest's")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        wrong = str(error)
-    everyone = gather_on_first((wrong, parts), group)
-    wrong = next((one for one, _ in everyone if one), None)
-    if everyone and not wrong:
-        found = _sums([one for _, one in everyone])
-        other = [name for name, number in found.items() if number != manifest["sums"][name]]
-        wrong = f"the checksum of {other[0]!r} is not the manifest's" if other else None
-    wrong = gather(wrong, group)[0]
-    if wrong:
-        raise CheckpointError(f"the checkpoint {path} is damaged: {wrong}", damaged=True)
+        problem = str(error)
+    everyone = gather_on_first((problem, parts), group)
+    problem = next((text for text, _ in everyone if text), None)
+    if everyone and not problem:
+        sums = _sums([rank_parts for _, rank_parts in everyone])
+        other = [name for name, number in sums.items() if number != manifest["sums"][name]]
+        problem = f"the checksum of {other[0]!r} is not the manifest's" if other else None
+    problem = gather(problem, group)[0]
+    if problem:
+        raise CheckpointError(f"the checkpoint {path} is damaged: {problem}", damaged=True)
     return manifest
 
 
 def _sums(everyone: Sequence[Mapping[Part, int]]) -> dict[str, int]:
     """Return the checksum of each whole tensor from ranks' parts; a part that several hold counts once."""
     total = Counter[str]()
-    for (name, _), number in {part: n for one in everyone for part, n in one.items()}.items():
+    for (name, _), number in {part: n for rank_parts in everyone for part, n in rank_parts.items()}.items():
         total[name] += number
     return {name: number % (1 << 64) for name, number in total.items()}
 
@@ -302,7 +302,7 @@ def _begin(path: str, storage: Any, manifest: Mapping[str, Any]) -> str | None:
     if storage != WORD:
         return None
     try:
-        files, folder = _opened(path)
+        files, folder = _open_filesystem(path)
         if any(files.exists(f"{folder}/{name}") for name in (_DONE, checkpoint.MANIFEST)):
             return f"{path} holds a checkpoint already, and storage='dcp' replaces none: choose another name"
         if strange := _no_file(files, folder):
@@ -317,14 +317,14 @@ def _begin(path: str, storage: Any, manifest: Mapping[str, Any]) -> str | None:
 def _missing(path: str) -> str | None:
     """Say why there is nothing to read."""
     try:
-        files, folder = _opened(path)
-        there, plain = (files.exists(f"{folder}/{name}") for name in (_DONE, checkpoint.MANIFEST))
+        files, folder = _open_filesystem(path)
+        is_done, plain = (files.exists(f"{folder}/{name}") for name in (_DONE, checkpoint.MANIFEST))
         if strange := _no_file(files, folder):
             return f"cannot read {path}: {strange}"
     except (ImportError, ValueError, OSError) as error:
         return f"cannot read {path}: {_first_line(error)}"
     hint = "; load without storage= reads what is there" if plain else ""
-    return None if there else f"no checkpoint at {path}: it has no {_DONE}, which a save writes last{hint}"
+    return None if is_done else f"no checkpoint at {path}: it has no {_DONE}, which a save writes last{hint}"
 
 
 def _no_file(files: Any, folder: str) -> str | None:
@@ -336,7 +336,7 @@ def _no_file(files: Any, folder: str) -> str | None:
     return None
 
 
-def _opened(path: str) -> tuple[Any, str]:
+def _open_filesystem(path: str) -> tuple[Any, str]:
     files, folder = cast(Any, fsspec).url_to_fs(path)
     files.invalidate_cache()
     return files, folder.rstrip("/")
@@ -344,17 +344,25 @@ def _opened(path: str) -> tuple[Any, str]:
 
 def _prune(path: str, keep: int) -> None:
     """Delete older checkpoints beside `path` that have our mark, and what killed saves left of them."""
-    files, folder = _opened(path)
+    files, folder = _open_filesystem(path)
     parent, _, name = folder.rpartition("/")
     others = {
         other.rstrip("/").rpartition("/")[2]: other.rstrip("/") for other in files.ls(parent, detail=False)
     }
-    older = [others[one] for one in checkpoint.older(name, others) if files.exists(f"{others[one]}/{_MARK}")]
-    done = [one for one in older if files.exists(f"{one}/{_DONE}")]
-    for one in older:
-        if one not in done[-keep:]:
-            for file in (f"{one}/{_DONE}", *files.glob(f"{one}/*.distcp"), f"{one}/{_MARK}"):
+    older = [
+        others[old_name]
+        for old_name in checkpoint.older(name, others)
+        if files.exists(f"{others[old_name]}/{_MARK}")
+    ]
+    done = [old_folder for old_folder in older if files.exists(f"{old_folder}/{_DONE}")]
+    for old_folder in older:
+        if old_folder not in done[-keep:]:
+            for file in (
+                f"{old_folder}/{_DONE}",
+                *files.glob(f"{old_folder}/*.distcp"),
+                f"{old_folder}/{_MARK}",
+            ):
                 with suppress(OSError):
                     files.rm_file(file)
             with suppress(OSError):  # something else is in it
-                files.rmdir(one)
+                files.rmdir(old_folder)

@@ -27,8 +27,8 @@ from halfstep.optim.base import OnePassOptimizer
 from halfstep.optim.checkpoints import read as read_state
 from halfstep.optim.loading import warn_of_zero_moments
 from halfstep.optim.saved_masters import SavedMasters
-from halfstep.optim.shards import as_shard
-from halfstep.optim.shards import cut as cut_state
+from halfstep.optim.shards import as_dtensor
+from halfstep.optim.shards import local_part as cut_state
 from halfstep.session.preparation import OwnMasters
 from halfstep.session.saving import Named, box_of, make_ready, names_in, optimizer_names, tensors_of
 from halfstep.session.steppers import weights_of
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from halfstep.session import dcp
     from halfstep.session.session import Session
 
-    Found = shardfiles.Index | dcp.Found
+    Found = shardfiles.Index | dcp.ReadContent
 
 #: What is not a weight in the files begins with a dot, which no parameter's name does.
 _OWN = (".optimizer.", ".rank.", ".rest.")
@@ -74,17 +74,17 @@ def load(self: Session, path: str | Path, *, schedulers: Sequence[Any] = (), sto
         read = dcp.read(str(path), partial(_boxes, self), self.group, storage)
         return _load(self, read.manifest, read, schedulers)
     path, manifest = checkpoint.read_manifest(checkpoint.local(path), self.group)
-    with _damage_named():
+    with _name_damage():
         index = shardfiles.Index(path, manifest["files"], manifest.get("index"))
-    with closing(index) as found:
-        return _load(self, manifest, found, schedulers)
+    with closing(index) as reader:
+        return _load(self, manifest, reader, schedulers)
 
 
 def _boxes(session: Session, wholes: Mapping[str, Sequence[int]]) -> dict[str, tuple[Any, Any]]:
     """This rank's part of every saved tensor."""
     likes = {name: t for name, t, _ in tensors_of(session)}
-    for index, (optimizer, own) in enumerate(zip(session.optimizers, optimizer_names(session))):
-        likes |= {f".optimizer.{index}.{name}": w for name, w in zip(own, weights_of(optimizer))}
+    for index, (optimizer, names) in enumerate(zip(session.optimizers, optimizer_names(session))):
+        likes |= {f".optimizer.{index}.{name}": w for name, w in zip(names, weights_of(optimizer))}
     plain = torch.empty(0, device="cpu")
     cut = {name: likes.get(name, likes.get(name.rpartition(".")[0], plain)) for name in wholes}
     return {name: box_of(cut[name], whole) for name, whole in wholes.items()}
@@ -98,9 +98,9 @@ class _Saved:
     box: tuple[Sequence[int], Sequence[int]]
     stand_in: Tensor
 
-    def fill(self, found: Found, target: Tensor) -> None:
+    def fill(self, reader: Found, target: Tensor) -> None:
         """Write the values into this rank's part of a tensor."""
-        found.fill(self.name, *self.box, target)
+        reader.fill(self.name, *self.box, target)
 
 
 class _State(NamedTuple):
@@ -125,10 +125,10 @@ class _Content(NamedTuple):
     """Random generators and position; None where the number of ranks changed."""
 
 
-def _load(self: Session, manifest: Mapping[str, Any], found: Found, schedulers: Sequence[Any]) -> Loaded:
+def _load(self: Session, manifest: Mapping[str, Any], reader: Found, schedulers: Sequence[Any]) -> Loaded:
     """Check everything, then what can be undone, then fill the tensors that are there from the files."""
-    content = checkpoint.on_every_rank(partial(_read, self, manifest, found, schedulers), self.group)
-    with _undone_on_error(self, schedulers):
+    content = checkpoint.on_every_rank(partial(_read, self, manifest, reader, schedulers), self.group)
+    with _undo_on_error(self, schedulers):
         self.load_state_dict(content.rest["session"])
         for optimizer, state in zip(self.optimizers, content.optimizers):
             if state.groups is None:
@@ -137,14 +137,14 @@ def _load(self: Session, manifest: Mapping[str, Any], found: Found, schedulers: 
                 group.update(options)
         for scheduler, state in zip(schedulers, content.rest["schedulers"]):
             scheduler.load_state_dict(state)
-    error, wrong = None, None
+    error, problem = None, None
     try:
         for optimizer, state in zip(self.optimizers, content.optimizers):
-            _fill(optimizer, state, found)
-        _load_weights(self, found, content.tensors)
+            _fill(optimizer, state, reader)
+        _load_weights(self, reader, content.tensors)
     except Exception as raised:
-        error, wrong = raised, (str(raised).splitlines() or [type(raised).__name__])[0]
-    for text in filter(None, gather(wrong, self.group)):
+        error, problem = raised, (str(raised).splitlines() or [type(raised).__name__])[0]
+    for text in filter(None, gather(problem, self.group)):
         raise CheckpointError(
             f"half loaded: load again, this checkpoint or another one, before training: {text}"
         ) from error
@@ -155,7 +155,7 @@ def _load(self: Session, manifest: Mapping[str, Any], found: Found, schedulers: 
 
 
 @torch.no_grad()
-def _fill(optimizer: torch.optim.Optimizer, state: _State, found: Found) -> None:
+def _fill(optimizer: torch.optim.Optimizer, state: _State, reader: Found) -> None:
     """Give an optimizer the states that are still in the files, one parameter at a time."""
     if isinstance(optimizer, OnePassOptimizer) and state.groups is not None:
         for number, (p, group, place) in enumerate(optimizer._places()):
@@ -170,30 +170,30 @@ def _fill(optimizer: torch.optim.Optimizer, state: _State, found: Found) -> None
                 optimizer.state[p] = entry
                 for what in saved.keys() - late.keys():
                     local_of(entry[what]).copy_(saved[what])
-                for what, one in late.items():
-                    one.fill(found, local_of(entry[what]))
+                for what, saved_state in late.items():
+                    saved_state.fill(reader, local_of(entry[what]))
             else:
                 entry.clear()  # its memory goes before another takes its place
                 read = {what: torch.empty_like(x.stand_in, device="cpu") for what, x in late.items()}
                 for what, target in read.items():
-                    late[what].fill(found, target)
+                    late[what].fill(reader, target)
                 optimizer._load_entry(p, group, place, {**saved, **read})
     else:
         for number, p in enumerate(parameters_of(optimizer)):
-            for what, one in state.late.get(number, {}).items():
-                one.fill(found, local_of(optimizer.state[p][what]))
+            for what, saved_state in state.late.get(number, {}).items():
+                saved_state.fill(reader, local_of(optimizer.state[p][what]))
     if state.late:
         warn_of_zero_moments([optimizer])
 
 
-def _fits(held: Any, like: Any) -> bool:
-    if not isinstance(held, Tensor) or not isinstance(like, Tensor):
+def _fits(value: Any, like: Any) -> bool:
+    if not isinstance(value, Tensor) or not isinstance(like, Tensor):
         return False
-    return (local_of(held).shape, held.dtype) == (like.shape, like.dtype)
+    return (local_of(value).shape, value.dtype) == (like.shape, like.dtype)
 
 
 @contextmanager
-def _damage_named() -> Generator[None]:
+def _name_damage() -> Generator[None]:
     """Raise what Python or torch say of values that cannot be as a CheckpointError."""
     try:
         yield
@@ -217,9 +217,9 @@ def _damage_named() -> Generator[None]:
 
 
 @contextmanager
-def _undone_on_error(session: Session, schedulers: Sequence[Any]) -> Generator[None]:
+def _undo_on_error(session: Session, schedulers: Sequence[Any]) -> Generator[None]:
     """Put session, optimizers and schedulers back where one of them refuses its state."""
-    restore, kernels = session.remember(), session.kernels
+    restore, kernels = session.snapshot(), session.kernels
     before = [
         (o, o.param_groups, [dict(group) for group in o.param_groups], o.state, {**o.state})
         for o in session.optimizers
@@ -245,27 +245,29 @@ def _undone_on_error(session: Session, schedulers: Sequence[Any]) -> Generator[N
         raise CheckpointError(f"the checkpoint does not fit, nothing was changed: {error}") from error
 
 
-@_damage_named()
-def _read(session: Session, manifest: Mapping[str, Any], found: Found, schedulers: Sequence[Any]) -> _Content:
+@_name_damage()
+def _read(
+    session: Session, manifest: Mapping[str, Any], reader: Found, schedulers: Sequence[Any]
+) -> _Content:
     """Read and check all that a checkpoint holds, but for the weights' values, and change nothing."""
     tensors, used = [*tensors_of(session)], set[str]()
-    _check(session, manifest, found, schedulers, tensors)
+    _check(session, manifest, reader, schedulers, tensors)
 
     def read(name: str, *box: Sequence[int]) -> Tensor:
         used.add(name)
-        return found.read(name, *box)
+        return reader.read(name, *box)
 
-    rest = shardfiles.unpacked(manifest["rest"], read)
-    session._restored(rest["session"])
+    rest = shardfiles.unpack(manifest["rest"], read)
+    session._read_state(rest["session"])
     rest["extra"]  # a KeyError now
     for number, (scheduler, state) in enumerate(zip(schedulers, rest["schedulers"], strict=True)):
         if type(scheduler).__module__.startswith("torch."):  # what others keep is theirs to change
             _check_options(f"scheduler {number}", state, scheduler.state_dict(), whole=True)
     states = list[_State]()
-    here = optimizer_names(session, tensors)
-    for optimizer, names, saved in zip(session.optimizers, here, manifest["optimizers"]):
-        states.append(_read_optimizer(optimizer, names, saved, found, used))
-    private = [name for name in found.wholes if name.startswith((".optimizer.", ".rest."))]
+    parameter_names = optimizer_names(session, tensors)
+    for optimizer, names, saved in zip(session.optimizers, parameter_names, manifest["optimizers"]):
+        states.append(_read_optimizer(optimizer, names, saved, reader, used))
+    private = [name for name in reader.wholes if name.startswith((".optimizer.", ".rest."))]
     if unused := [name for name in private if name not in used]:
         raise CheckpointError(
             f"the checkpoint is damaged: its manifest leaves out {len(unused)} of its tensors, the first "
@@ -273,18 +275,18 @@ def _read(session: Session, manifest: Mapping[str, Any], found: Found, scheduler
             damaged=True,
         )
     for name, value, _ in tensors:
-        found.check(name, *box_of(value, found.wholes[name]))
-    return _Content(tensors, rest, states, _rank_content(session, manifest, found))
+        reader.check(name, *box_of(value, reader.wholes[name]))
+    return _Content(tensors, rest, states, _rank_content(session, manifest, reader))
 
 
-def _rank_content(session: Session, manifest: Mapping[str, Any], found: Found) -> Mapping[str, Any] | None:
+def _rank_content(session: Session, manifest: Mapping[str, Any], reader: Found) -> Mapping[str, Any] | None:
     """This rank's random generators and position, tried once; None where the number of ranks changed."""
     if not all(type(manifest[key]) is int for key in ("ranks", "threads")):
         raise ValueError("ranks and threads are whole numbers")
     if manifest["ranks"] != world_size(session.group):
         return None
     mine = rank(session.group)
-    content = shardfiles.unpacked(found.about(mine)["own"], partial(found.private, mine))
+    content = shardfiles.unpack(reader.about(mine)["own"], partial(reader.private, mine))
     content["position"]
     before = rng.random_state()
     try:
@@ -297,7 +299,7 @@ def _rank_content(session: Session, manifest: Mapping[str, Any], found: Found) -
 def _check_options(
     what: str,
     saved: Mapping[str, Any],
-    here: Mapping[str, Any],
+    options: Mapping[str, Any],
     whole: bool = False,
     empty: Collection[str] = (),
 ) -> None:
@@ -305,14 +307,16 @@ def _check_options(
 
     With `whole`, also where a public one is missing.
     """
-    for key, value in here.items():
+    for key, value in options.items():
         if key not in saved and whole and not key.startswith("_"):
             raise CheckpointError(f"the checkpoint's {what} has no {key!r}: it is another one's")
         if key not in saved or (saved[key] is None and (value is None or key in empty)):
             continue
-        given, expected = _kind_of(saved[key]), _kind_of(value)
-        if value is not None and given != expected:
-            raise CheckpointError(f"the checkpoint's {what} has a {given} as {key!r}, expected a {expected}")
+        saved_kind, expected = _kind_of(saved[key]), _kind_of(value)
+        if value is not None and saved_kind != expected:
+            raise CheckpointError(
+                f"the checkpoint's {what} has a {saved_kind} as {key!r}, expected a {expected}"
+            )
 
 
 def _kind_of(value: Any) -> str:
@@ -329,39 +333,39 @@ def _kind_of(value: Any) -> str:
 def _check(
     session: Session,
     manifest: Mapping[str, Any],
-    found: Found,
+    reader: Found,
     schedulers: Sequence[Any],
     tensors: list[Named],
 ) -> None:
     """Raise CheckpointError before anything is changed."""
-    saved = {n: list(shape) for n, shape in found.wholes.items() if not n.startswith(_OWN)}
+    saved = {n: list(shape) for n, shape in reader.wholes.items() if not n.startswith(_OWN)}
     checkpoint.check_shapes(saved, {name: list(t.shape) for name, t, _ in tensors})
-    here = optimizer_names(session, tensors)
-    _check_optimizers(session, here, manifest["optimizers"])
-    for optimizer, names, saved in zip(session.optimizers, here, manifest["optimizers"]):
+    parameter_names = optimizer_names(session, tensors)
+    _check_optimizers(session, parameter_names, manifest["optimizers"])
+    for optimizer, names, saved in zip(session.optimizers, parameter_names, manifest["optimizers"]):
         sources = _match_groups(optimizer, names, saved)
         if schedulers and sources != sorted(sources):
             raise CheckpointError(
                 "the optimizer's parameter groups stand in another order than when it was saved, and "
                 "schedulers keep learning rates by that order: build the groups in the saved order"
             )
-    (held,) = dict(manifest["rest"]["dict"])["schedulers"].values()
-    checkpoint.check_schedulers(len(held), len(schedulers))
+    (saved_schedulers,) = dict(manifest["rest"]["dict"])["schedulers"].values()
+    checkpoint.check_schedulers(len(saved_schedulers), len(schedulers))
 
 
 def _check_optimizers(
-    session: Session, here: Sequence[Sequence[str]], saved: Sequence[Mapping[str, Any]]
+    session: Session, parameter_names: Sequence[Sequence[str]], saved: Sequence[Mapping[str, Any]]
 ) -> None:
     """Raise CheckpointError where the optimizers are of other kinds or in another order than those saved."""
-    held, saved_held = [{*names} for names in here], [{*one["names"]} for one in saved]
-    if held != saved_held and sorted(map(sorted, held)) == sorted(map(sorted, saved_held)):
-        order = [saved_held.index(names) for names in held]
+    name_sets, saved_sets = [{*names} for names in parameter_names], [{*entry["names"]} for entry in saved]
+    if name_sets != saved_sets and sorted(map(sorted, name_sets)) == sorted(map(sorted, saved_sets)):
+        order = [saved_sets.index(names) for names in name_sets]
         raise CheckpointError(
             f"the session's optimizers stand in another order than when they were saved: of the saved ones "
             f"they are, by the names of their parameters, numbers {order}. Give prepare() the optimizers in "
             "the saved order, and load() the schedulers in it"
         )
-    theirs = [one["algorithm"] for one in saved]
+    theirs = [entry["algorithm"] for entry in saved]
     ours = [checkpoint.algorithm_of(o) for o in session.optimizers]
     if theirs != ours:
         raise CheckpointError(
@@ -376,30 +380,30 @@ def _read_optimizer(
     optimizer: torch.optim.Optimizer,
     names: Sequence[str],
     saved: Mapping[str, Any],
-    found: Found,
+    reader: Found,
     used: set[str],
 ) -> _State:
     """Return what a checkpoint holds for an optimizer; it is matched by names and changes nothing.
 
     States of more than one number stay in the files where the optimizer loads as halfstep's or torch's do.
     """
-    own = isinstance(optimizer, OnePassOptimizer)
+    is_one_pass = isinstance(optimizer, OnePassOptimizer)
     waits = _loads_as_known(optimizer)
     state, late = dict[int, Any](), dict[int, dict[str, _Saved]]()
 
     def read(place: str, *box: Sequence[int]) -> Tensor:
         used.add(place)
-        return found.read(place, *box)
+        return reader.read(place, *box)
 
     for number, (name, p) in enumerate(zip(names, parameters_of(optimizer))):
 
         def place_of(place: str, p: Tensor = p, name: str = name) -> tuple[Sequence[int], Sequence[int]]:
             if f".{name}." not in place:
                 raise ValueError(f"{place!r} as a state of {name!r}")
-            return box_of(p, found.wholes[place])
+            return box_of(p, reader.wholes[place])
 
         def cut(place: str, p: Tensor = p, place_of: Any = place_of) -> Any:
-            return as_shard("", _laid_out(read(place, *place_of(place)), local_of(p)), p)
+            return as_dtensor("", _with_strides_of(read(place, *place_of(place)), local_of(p)), p)
 
         def later(
             what: str,
@@ -413,21 +417,21 @@ def _read_optimizer(
             place = str(value["tensor"]) if isinstance(value, Mapping) and "tensor" in value else ""
             box = place_of(place) if place else ((), ())
             if not (place and waits) or (*box[1],) != tuple(local.shape) or local.numel() < 2:
-                real = shardfiles.unpacked(value, cut)
-                return cut_state(what, real, p) if own and waits else real
+                real = shardfiles.unpack(value, cut)
+                return cut_state(what, real, p) if is_one_pass and waits else real
             used.add(place)
-            found.check(place, *box)
-            like = _laid_out(torch.empty((*box[1],), dtype=found.dtype(place), device="meta"), local)
+            reader.check(place, *box)
+            like = _with_strides_of(torch.empty((*box[1],), dtype=reader.dtype(place), device="meta"), local)
             late.setdefault(number, {})[what] = _Saved(place, box, like)
-            held = optimizer.state.get(p, {}).get(what)
-            if own or _fits(held, like):
-                return like if own else held
-            return as_shard("", torch.zeros_like(like, device=local.device), p)
+            old_value = optimizer.state.get(p, {}).get(what)
+            if is_one_pass or _fits(old_value, like):
+                return like if is_one_pass else old_value
+            return as_dtensor("", torch.zeros_like(like, device=local.device), p)
 
         if entry := saved["state"].get(name):
             state[number] = {what: later(what, value) for what, value in entry.items()}
     whole = {"state": state, "param_groups": _read_groups(optimizer, names, saved, read)}
-    if not own or not waits:
+    if not is_one_pass or not waits:
         return _State(whole, late, None)
     try:
         return _State(whole, late, read_state(optimizer, whole, local=True)[0])
@@ -451,7 +455,7 @@ def _read_groups(
     }
     sources = _match_groups(optimizer, names, saved)
     for number, (source, new) in enumerate(zip(sources, optimizer.state_dict()["param_groups"])):
-        options = shardfiles.unpacked(saved["groups"][source], read)
+        options = shardfiles.unpack(saved["groups"][source], read)
         _check_options(f"parameter group {number}", options, new, empty=optional)
         keeps = {key: new[key] for key in ("params", "param_names") if key in new}
         defaults = {key: new[key] for key in optimizer.defaults if key in new}
@@ -463,11 +467,11 @@ def _loads_as_known(optimizer: torch.optim.Optimizer) -> bool:
     """Whether it keeps the tensors that it loads, and nobody else has a look at them."""
     before, after = load_hooks(optimizer)
     owners = (getattr(hook, "__self__", None) for hook in (*before.values(), *after.values()))
-    known = (OnePassOptimizer.load_state_dict, torch.optim.Optimizer.load_state_dict)
-    return type(optimizer).load_state_dict in known and all(isinstance(o, SavedMasters) for o in owners)
+    methods = (OnePassOptimizer.load_state_dict, torch.optim.Optimizer.load_state_dict)
+    return type(optimizer).load_state_dict in methods and all(isinstance(o, SavedMasters) for o in owners)
 
 
-def _laid_out(value: Tensor, like: Tensor) -> Tensor:
+def _with_strides_of(value: Tensor, like: Tensor) -> Tensor:
     """A value with the strides of `like`, where it has its shape: torch's fused optimizers walk memory."""
     if value.shape != like.shape or like.is_contiguous():
         return value
@@ -511,20 +515,20 @@ def _groups_of(names: Sequence[str], sizes: Sequence[int]) -> list[frozenset[str
 
 
 @torch.no_grad()
-def _load_weights(session: Session, found: Found, tensors: list[Named]) -> None:
-    names, known, keeper = names_in(tensors), set[int](), OwnMasters(session.optimizers)
+def _load_weights(session: Session, reader: Found, tensors: list[Named]) -> None:
+    names, master_ids, keeper = names_in(tensors), set[int](), OwnMasters(session.optimizers)
     weights = dict.fromkeys(p for optimizer in session.optimizers for p in weights_of(optimizer))
     weights = [p for p in weights if id(p) in names and keeper.knows(p)]
     room = torch.empty(max((local_of(p).numel() for p in weights), default=0), device="cpu")  # used again
     for p in weights:
-        known.add(id(p))
-        box = box_of(p, found.wholes[names[id(p)]])
+        master_ids.add(id(p))
+        box = box_of(p, reader.wholes[names[id(p)]])
         value = room[: math.prod(box[1])].view(box[1])
-        found.fill(names[id(p)], *box, value)
+        reader.fill(names[id(p)], *box, value)
         keeper.take(p, value)
     for name, value, p in tensors:
-        if id(p) not in known:
-            _Saved(name, box_of(value, found.wholes[name]), value).fill(found, local_of(value))
+        if id(p) not in master_ids:
+            _Saved(name, box_of(value, reader.wholes[name]), value).fill(reader, local_of(value))
 
 
 def _warn_of_ranks_and_threads(manifest: Mapping[str, Any], group: Group | None) -> None:

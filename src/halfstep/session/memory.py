@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from halfstep.errors import UnsupportedError
 from halfstep.optim import storage
 from halfstep.optim.base import OnePassOptimizer
-from halfstep.optim.master_link import bounded
+from halfstep.optim.master_link import split_bounded
 from halfstep.policy.levels import LOW_DTYPES, Level, level_of
 from halfstep.policy.plan import Plan
 from halfstep.session.precision import lower
@@ -65,24 +65,26 @@ def footprint(
     built, largest = _bytes_of_models(models), max((p.numel() * 4 for p in params), default=0)
     dtype = None if level_of(level)[0].compute_role == "full" else dtype or "bf16"
     precision = lower(level, dtype, None, plan, torch.device("meta"))
-    own = [o for o in optimizers if isinstance(o, OnePassOptimizer)]
+    one_pass = [o for o in optimizers if isinstance(o, OnePassOptimizer)]
     others = [o for o in optimizers if not isinstance(o, OnePassOptimizer)]
     theirs = [p for o in others for p in parameters_of(o) if p.requires_grad]
     states = _make_states(others) if precision.masters else 0
     if not (precision.masters and others and ranks > 1):  # else fp32 shards are the weights
-        apply_precision(precision, models, own, [], {})
+        apply_precision(precision, models, one_pass, [], {})
     low = {p for p in theirs if precision.masters and p.dtype in LOW_DTYPES}
     late = states or _make_states(others)
-    entries = [(k in storage.MASTER_KEYS, t) for o in own for e in o.state.values() for k, t in e.items()]
+    entries = [
+        (k in storage.MASTER_KEYS, t) for o in one_pass for e in o.state.values() for k, t in e.items()
+    ]
     masters = 4 * sum(p.numel() for p in low) + _bytes(t for is_master, t in entries if is_master)
     early = _bytes(t for is_master, t in entries if not is_master)
     gradients = sum(p.numel() * p.element_size() for p in theirs)
     for o in others:  # which reads fp32 copies: all of them, or a part at a time
         mine = [p for p in parameters_of(o) if p in low]
         whole = 2 * sum(p.numel() for p in mine)
-        part = 4 * max((sum(p.numel() for p in some) for some in bounded(mine)), default=0)
+        part = 4 * max((sum(p.numel() for p in some) for some in split_bounded(mine)), default=0)
         gradients += part if goes_by_groups(o) else max(whole, part)
-    for o in own:  # released ones are there one at a time
+    for o in one_pass:  # released ones are there one at a time
         sizes = [p.numel() * (p.grad_dtype or p.dtype).itemsize for p in parameters_of(o) if p.requires_grad]
         gradients += max(sizes, default=0) if o.release else sum(sizes)
     prepared = (weights := _bytes_of_models(models)) + masters + early
@@ -116,5 +118,5 @@ def _make_states(optimizers: Sequence[torch.optim.Optimizer]) -> int:
                 f"counted: name another one ({error})"
             ) from error
         optimizer.zero_grad()
-    kept: list[Any] = [t for o in optimizers for entry in o.state.values() for t in entry.values()]
-    return _bytes(t for t in kept if isinstance(t, Tensor))
+    states: list[Any] = [t for o in optimizers for entry in o.state.values() for t in entry.values()]
+    return _bytes(t for t in states if isinstance(t, Tensor))

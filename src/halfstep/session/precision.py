@@ -17,7 +17,7 @@ from halfstep.errors import ConfigError, show
 from halfstep.formats import dtype_name
 from halfstep.policy.levels import Level, dtype_of, level_of
 from halfstep.policy.plan import Plan
-from halfstep.policy.policy import Policy, says_dtype
+from halfstep.policy.policy import Policy, names_dtype
 from halfstep.scaling.headroom import HeadroomLossScale
 from halfstep.scaling.loss_scale import DynamicLossScale, LossScale, NoLossScale, StaticLossScale
 
@@ -50,7 +50,7 @@ class Precision:
     @property
     def scaled(self) -> bool:
         """Whether gradients carry a scale."""
-        return not all(isinstance(one, NoLossScale) for one in self.scales)
+        return not all(isinstance(scale, NoLossScale) for scale in self.scales)
 
 
 def lower(
@@ -71,10 +71,10 @@ def lower(
     chosen = _policy_of(row, dtype, word_dtype, policy, device)
     if chosen.output_dtype is not None:
         row = replace(row, output_role="full" if chosen.output_dtype == torch.float32 else "low")
-    given = loss_scale if isinstance(loss_scale, list | tuple) else [loss_scale]
-    if not given:
+    loss_scales = loss_scale if isinstance(loss_scale, list | tuple) else [loss_scale]
+    if not loss_scales:
         raise ConfigError("loss_scale=[]: expected one loss scale for each loss, or a single one")
-    scales = [_loss_scale_of(one, row, chosen.compute_dtype) for one in given]
+    scales = [_loss_scale_of(choice, row, chosen.compute_dtype) for choice in loss_scales]
     return Precision(row, chosen, plan, tuple(scales))
 
 
@@ -90,34 +90,36 @@ def _policy_of(
     Raises ConfigError where two of them disagree or the level has no such dtype, UnsupportedError where the
     device has not.
     """
-    given = None if dtype is None else dtype_of(dtype)
-    if given is not None and word_dtype is not None and given != word_dtype:
-        raise ConfigError(f"the level names {word_dtype} but dtype={given} was given: drop one of the two")
-    asked = given or word_dtype
+    argument_dtype = None if dtype is None else dtype_of(dtype)
+    if argument_dtype is not None and word_dtype is not None and argument_dtype != word_dtype:
+        raise ConfigError(
+            f"the level names {word_dtype} but dtype={argument_dtype} was given: drop one of the two"
+        )
+    compute_dtype = argument_dtype or word_dtype
     if level.compute_role == "full":
         if policy is not None:
             raise ConfigError(
                 f"level {level.name} is fp32 throughout, yet policy={policy!s} was given: drop it"
             )
-        return level.policy(asked)
+        return level.policy(compute_dtype)
     if policy is None:
-        chosen = level.policy(asked or devices.default_dtype(device))
+        chosen = level.policy(compute_dtype or devices.default_dtype(device))
     else:
         chosen = Policy.parse(policy)
-        if asked is None and not says_dtype(policy):
-            asked = devices.default_dtype(device)
-        chosen = chosen if asked is None else chosen.with_dtype(asked)
+        if compute_dtype is None and not names_dtype(policy):
+            compute_dtype = devices.default_dtype(device)
+        chosen = chosen if compute_dtype is None else chosen.with_dtype(compute_dtype)
         _check_roles(level, chosen)
     devices.check_dtype(device, chosen.compute_dtype)
     return chosen
 
 
 def _check_roles(level: Level, policy: Policy) -> None:
-    own = level.policy(policy.compute_dtype)
-    if policy.param_dtype not in (torch.float32, own.param_dtype):
+    level_policy = level.policy(policy.compute_dtype)
+    if policy.param_dtype not in (torch.float32, level_policy.param_dtype):
         raise ConfigError(
             f"the policy stores parameters in {dtype_name(policy.param_dtype)}, level {level.name} in "
-            f"{dtype_name(own.param_dtype)}: drop p=, or choose level O2 or O3"
+            f"{dtype_name(level_policy.param_dtype)}: drop p=, or choose level O2 or O3"
         )
     if policy.output_dtype not in (None, torch.float32, policy.compute_dtype):
         raise ConfigError(
@@ -126,30 +128,30 @@ def _check_roles(level: Level, policy: Policy) -> None:
         )
 
 
-def _loss_scale_of(given: Any, level: Level, compute: torch.dtype) -> LossScale:
+def _loss_scale_of(choice: Any, level: Level, compute: torch.dtype) -> LossScale:
     """Return the loss scale that an argument names, or the level's own."""
-    if isinstance(given, LossScale):
-        given.check_kept()
-        return given
-    if given is None:
+    if isinstance(choice, LossScale):
+        choice.check_serializable()
+        return choice
+    if choice is None:
         return DynamicLossScale() if level.needs_scale(compute) else NoLossScale()
-    if isinstance(given, str):
+    if isinstance(choice, str):
         named: dict[str, Callable[[], LossScale]] = {
             "none": NoLossScale,
             "dynamic": DynamicLossScale,
             "headroom": HeadroomLossScale,
         }
-        if given in named:
-            return named[given]()
+        if choice in named:
+            return named[choice]()
         try:
-            given = float(given)
+            choice = float(choice)
         except ValueError:
             raise ConfigError(
-                f"unknown loss scale {show(given)}: expected a number, 'dynamic', 'headroom', 'none' "
+                f"unknown loss scale {show(choice)}: expected a number, 'dynamic', 'headroom', 'none' "
                 "or a LossScale"
             ) from None
-    if isinstance(given, bool) or not isinstance(given, Real | torch.Tensor):
+    if isinstance(choice, bool) or not isinstance(choice, Real | torch.Tensor):
         raise ConfigError(
-            f"loss_scale={show(given)}: expected a number, 'dynamic', 'headroom', 'none' or a LossScale"
+            f"loss_scale={show(choice)}: expected a number, 'dynamic', 'headroom', 'none' or a LossScale"
         )
-    return NoLossScale() if given == 1.0 else StaticLossScale(float(given))
+    return NoLossScale() if choice == 1.0 else StaticLossScale(float(choice))

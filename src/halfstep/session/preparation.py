@@ -17,7 +17,7 @@ from halfstep.convert.conversion import Conversion
 from halfstep.convert.layout import Relayout
 from halfstep.errors import ConfigError
 from halfstep.optim.base import OnePassOptimizer
-from halfstep.optim.loading import HasMasters
+from halfstep.optim.loading import MasterHolder
 from halfstep.optim.master_link import Link, Master, narrow_state
 from halfstep.optim.masters import MasterWeights, holder_of, holders_of
 from halfstep.session.precision import Precision
@@ -51,7 +51,7 @@ class Preparation:
         self.reverted = False
 
     @property
-    def holders(self) -> list[HasMasters]:
+    def holders(self) -> list[MasterHolder]:
         """What holds the exact fp32 value of 16-bit weights; nothing at a level without masters."""
         return holders_of(self.optimizers) if self.precision.masters else []
 
@@ -99,10 +99,10 @@ class OwnMasters:
     def take(self, parameter: Tensor, value: Tensor) -> bool:
         """Set the masters of a weight; whether one of them gives it back as it was."""
         places = self._places.get(parameter, ())
-        given = [one._seed(parameter, group, place, value) for one, group, place in places]
+        exact_flags = [optimizer._seed(parameter, group, place, value) for optimizer, group, place in places]
         if (link := self._links.get(parameter)) is not None:
             link.seed_masters({parameter: value})
-        return any(given)
+        return any(exact_flags)
 
     def knows(self, parameter: Tensor) -> bool:
         """Whether one of the optimizers updates it."""
@@ -112,8 +112,11 @@ class OwnMasters:
         """Return the fp32 value of a weight, in memory that it may have; None where no master is kept."""
         if (link := self._links.get(parameter)) is not None:
             return link.pairs[parameter].detach()
-        found = (one._kept(parameter, group) for one, group, _ in self._places.get(parameter, ()))
-        return next((value for value in found if value is not None), None)
+        values = (
+            optimizer._read_master(parameter, group)
+            for optimizer, group, _ in self._places.get(parameter, ())
+        )
+        return next((value for value in values if value is not None), None)
 
 
 def fit_states(precision: Precision, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -132,16 +135,16 @@ def check_states(optimizers: Sequence[torch.optim.Optimizer]) -> None:
     Masters bring theirs along, and optimizers of `halfstep.optim` too.
     """
     for optimizer in optimizers:
-        for p, state in () if isinstance(optimizer, HasMasters) else optimizer.state.items():
+        for p, state in () if isinstance(optimizer, MasterHolder) else optimizer.state.items():
             if not isinstance(p, Tensor) or isinstance(p, Master) or not isinstance(state, Mapping):
                 continue
-            left = [t for t in state.values() if isinstance(t, Tensor) and t.dim() and t.device != p.device]
-            if left:
+            strays = [t for t in state.values() if isinstance(t, Tensor) and t.dim() and t.device != p.device]
+            if strays:
                 kind = type(optimizer).__name__
                 raise ConfigError(
                     f"the model was moved to {p.device} after steps of {kind}, whose states are on "
-                    f"{left[0].device}: call optimizer.load_state_dict(optimizer.state_dict()), which moves "
-                    "them, or move the model before prepare()"
+                    f"{strays[0].device}: call optimizer.load_state_dict(optimizer.state_dict()), which "
+                    "moves them, or move the model before prepare()"
                 )
 
 

@@ -21,7 +21,7 @@ from halfstep.errors import ConfigError, PlanError, show, warn
 from halfstep.formats import dtype_name, parse_dtype
 from halfstep.numerics.lint import coarse_weights
 from halfstep.numerics.uncast import casts_weights
-from halfstep.optim.loading import HasMasters
+from halfstep.optim.loading import MasterHolder
 from halfstep.optim.master_link import Master
 from halfstep.optim.masters import MasterWeights
 from halfstep.policy.levels import Level, dtype_of, level_of
@@ -43,12 +43,12 @@ def as_optimizers(optimizer: Optimizers) -> list[torch.optim.Optimizer]:
     if optimizer is None:
         return []
     optimizers: list[Any] = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
-    for one in optimizers:
-        if not isinstance(one, torch.optim.Optimizer):
+    for item in optimizers:
+        if not isinstance(item, torch.optim.Optimizer):
             raise ConfigError(
-                f"prepare got {type(one).__name__} as an optimizer: pass a torch.optim.Optimizer"
+                f"prepare got {type(item).__name__} as an optimizer: pass a torch.optim.Optimizer"
             )
-    if len({id(one) for one in optimizers}) < len(optimizers):
+    if len({id(item) for item in optimizers}) < len(optimizers):
         raise ConfigError("prepare got the same optimizer twice: pass each one once")
     return optimizers
 
@@ -56,14 +56,14 @@ def as_optimizers(optimizer: Optimizers) -> list[torch.optim.Optimizer]:
 def as_models(model: Any) -> list[nn.Module]:
     """Return the models as a list; ConfigError for anything that is none."""
     models: list[Any] = list(model) if isinstance(model, list | tuple) else [model]
-    for one in models:
-        if not isinstance(one, nn.Module):
-            what = f"the class {one.__name__}" if isinstance(one, type) else type(one).__name__
+    for item in models:
+        if not isinstance(item, nn.Module):
+            what = f"the class {item.__name__}" if isinstance(item, type) else type(item).__name__
             raise ConfigError(
                 f"prepare got {what} as a model: expected prepare(model, optimizer), where the model is a "
                 "torch.nn.Module or a list of them"
             )
-        if isinstance(one, torch.jit.ScriptModule):
+        if isinstance(item, torch.jit.ScriptModule):
             raise ConfigError(
                 "prepare got a ScriptModule, whose compiled code no cast can reach: prepare the module that "
                 "it was scripted from"
@@ -90,10 +90,12 @@ def check_parts(
                 f"optimizer {index} ({type(optimizer).__name__}) already has master weights: "
                 "revert() the earlier session or MasterWeights first"
             )
-        own = [k for k in ("clip_norm", "skip_nonfinite") if any(g.get(k) for g in optimizer.param_groups)]
-        if own and isinstance(optimizer, HasMasters):
+        options = [
+            k for k in ("clip_norm", "skip_nonfinite") if any(g.get(k) for g in optimizer.param_groups)
+        ]
+        if options and isinstance(optimizer, MasterHolder):
             raise ConfigError(
-                f"optimizer {index} ({type(optimizer).__name__}) has {' and '.join(own)}, for loops that "
+                f"optimizer {index} ({type(optimizer).__name__}) has {' and '.join(options)}, for loops that "
                 "call its own step(): leave it out and give skip_nonfinite=True to prepare(), or to a host's "
                 "adapter, and clip_norm= to amp.step()"
             )
@@ -123,11 +125,14 @@ def apply_precision(
 ) -> None:
     """Convert the models; give fp32 masters to the optimizers of a level that has them."""
     level, compute, plan = precision.level, precision.policy.compute_dtype, precision.plan
-    held, jobs = {p for o in optimizers for p in parameters_of(o)}, list[Casting]()
-    torchs = {p for o in optimizers if not isinstance(o, HasMasters) for p in parameters_of(o)}
+    parameters, jobs = {p for o in optimizers for p in parameters_of(o)}, list[Casting]()
+    torchs = {p for o in optimizers if not isinstance(o, MasterHolder) for p in parameters_of(o)}
     for model in models:
-        own = precision.masters and not torchs.isdisjoint(model.parameters())  # fp32 shards are masters then
-        jobs.append(Casting.of(model, level, compute, plan=plan, keep_originals=held, keep_shards=own))
+        # fp32 shards are masters then
+        keeps_shards = precision.masters and not torchs.isdisjoint(model.parameters())
+        jobs.append(
+            Casting.of(model, level, compute, plan=plan, keep_originals=parameters, keep_shards=keeps_shards)
+        )
     becomes = {t: dtype for job in jobs for t, dtype in job.wanted.values() if not job.leaves(t)}
     check_sharing(models, optimizers, precision.masters, becomes)
     keeper = OwnMasters(optimizers)
@@ -137,11 +142,11 @@ def apply_precision(
         job.run()
     originals = {p: value for c in conversions for p, value in c.originals.items()}
     for index, optimizer in enumerate(optimizers if precision.masters else ()):
-        if not isinstance(optimizer, HasMasters):
+        if not isinstance(optimizer, MasterHolder):
             masters[index] = MasterWeights(optimizer, list(models), initial=originals)
     fit_states(precision, optimizers)
     for optimizer in optimizers:
-        if isinstance(optimizer, HasMasters):
+        if isinstance(optimizer, MasterHolder):
             optimizer.init_states()  # torch.distributed.checkpoint loads what is there
 
 
@@ -151,7 +156,7 @@ def warn_of_lost_masters(precision: Precision, optimizers: Sequence[torch.optim.
     An optimizer that has taken steps, and weights that hold nothing but 16-bit values, tell so.
     """
     compute = precision.policy.compute_dtype
-    torchs = [o for o in optimizers if not isinstance(o, HasMasters) and len(o.state)]
+    torchs = [o for o in optimizers if not isinstance(o, MasterHolder) and len(o.state)]
     weights = [
         p.detach() for o in torchs for p in parameters_of(o) if p.dtype == torch.float32 and p.dim() > 1
     ]
@@ -186,23 +191,23 @@ def settings_of(
     """
     if plan is None or plan.settings is None:
         return level, dtype, layout
-    own = plan.settings
-    theirs = level_of(own.level)[0].name
-    given = level if level in ("auto", "O1") else level_of(level)[0].name
-    if given not in ("O1", theirs):
-        raise ConfigError(f"level={show(level)} beside a plan made for {own.level}: give one of the two")
-    if dtype is not None and own.dtype is not None and parse_dtype(dtype) != own.dtype:
+    settings = plan.settings
+    theirs = level_of(settings.level)[0].name
+    level_name = level if level in ("auto", "O1") else level_of(level)[0].name
+    if level_name not in ("O1", theirs):
+        raise ConfigError(f"level={show(level)} beside a plan made for {settings.level}: give one of the two")
+    if dtype is not None and settings.dtype is not None and parse_dtype(dtype) != settings.dtype:
         raise ConfigError(
-            f"dtype={dtype!r} beside a plan made for {dtype_name(own.dtype)}: give one of the two"
+            f"dtype={dtype!r} beside a plan made for {dtype_name(settings.dtype)}: give one of the two"
         )
-    return own.level, own.dtype, layout if layout != "keep" else own.layout
+    return settings.level, settings.dtype, layout if layout != "keep" else settings.layout
 
 
-def check_step(step: Any, batch: Any, seconds: Any, asked: str) -> None:
+def check_step(step: Any, batch: Any, seconds: Any, option: str) -> None:
     """Raise ConfigError for what training steps cannot be run with, where "auto" wants to."""
     if not callable(step):
         raise ConfigError(
-            f"{asked} is chosen by running training steps, but step={step!r:.60}: expected a function "
+            f"{option} is chosen by running training steps, but step={step!r:.60}: expected a function "
             "step(amp, *batch) that makes one training step, and batch=(x, y), what it is called with"
         )
     if isinstance(batch, Tensor) or not isinstance(batch, Sequence):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -217,22 +222,22 @@ def check_step(step: Any, batch: Any, seconds: Any, asked: str) -> None:
 def refuse_measuring(step: Any, batch: Any, seconds: Any) -> None:
     """Raise ConfigError for an argument that only a choice by measurement reads."""
     no_batch = batch is None or (isinstance(batch, tuple | list) and not batch)
-    given = {"step": step is not None, "batch": not no_batch, "seconds": seconds != 60.0}
-    for name, is_set in given.items():
+    arguments = {"step": step is not None, "batch": not no_batch, "seconds": seconds != 60.0}
+    for name, is_set in arguments.items():
         if is_set:
             raise ConfigError(f"prepare got {name}=, which only level='auto' and layout='auto' use: drop it")
 
 
 def arguments_of(choice: LevelChoice, options: dict[str, Any], plan: Plan | None) -> dict[str, Any]:
     """Return the arguments of `prepare` for a choice; what belongs to 16 bits alone is left out in fp32."""
-    given = dict(options)
+    arguments = dict(options)
     if choice.dtype is None:
-        given = {key: value for key, value in options.items() if key not in ("policy", "loss_scale")}
+        arguments = {key: value for key, value in options.items() if key not in ("policy", "loss_scale")}
     elif plan is not None:
-        given["plan"] = plan
+        arguments["plan"] = plan
     if choice.rules.rules:
-        given["plan"] = choice.rules
-    return {**given, "level": choice.level, "dtype": choice.dtype, "layout": choice.layout}
+        arguments["plan"] = choice.rules
+    return {**arguments, "level": choice.level, "dtype": choice.dtype, "layout": choice.layout}
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -265,7 +270,7 @@ def prepare(
     keep their identity, so optimizers built before keep working; `Session.revert()` undoes everything.
 
     Args:
-        model: one module or several (a generator and a discriminator, say).
+        model: one module or several (a generator and a discriminator).
         optimizer: none (evaluation only), one or several, over parameters of these models.
         level: "O0" (fp32), "O1" (ops cast), "O2" (16-bit weights, fp32 masters), "O3" (all 16-bit), a word
             such as "bf16-mixed", or "auto": what trains fastest on this machine, found as `tune` does.
@@ -326,10 +331,10 @@ def prepare(
         options |= {"skip_nonfinite": skip_nonfinite, "max_skips": max_skips, "kernels": kernels}
         options |= {"on_nonfinite": on_nonfinite}
         options |= {"norm_group": norm_group, "group": group}
-        found = _choose(models, optimizers, step, batch, level, dtype, layout, plan, seconds, options)
-        session = prepare(models, optimizers, **arguments_of(found.choice, options, plan))
-        session.tuning = found
-        print(f"halfstep: {found.reason}", file=sys.stderr, flush=True)
+        tuning = _choose(models, optimizers, step, batch, level, dtype, layout, plan, seconds, options)
+        session = prepare(models, optimizers, **arguments_of(tuning.choice, options, plan))
+        session.tuning = tuning
+        print(f"halfstep: {tuning.reason}", file=sys.stderr, flush=True)
         return session
     refuse_measuring(step, batch, seconds)
     device = device_of(models)
@@ -350,12 +355,12 @@ def prepare(
     except Exception:
         for conversion in conversions:
             conversion.revert(OwnMasters(optimizers))
-        for one in (*masters.values(), relayout):
-            one.revert()
+        for part in (*masters.values(), relayout):
+            part.revert()
         raise
     for conversion in conversions:
         conversion.forget_originals()
-    session.follow()
+    session.install_hooks()
     if not casts_weights(precision.level, precision.policy):  # where it does, the first step looks
         for row in coarse_weights(optimizers):
             text = f"{row.where}: {row.text}, and no masters keep what is rounded away: {row.cure}"
@@ -396,8 +401,8 @@ def tune(
         ConfigError: no step, a dtype or layout that is none, or a model that cannot train in fp32 either.
     """
     models, optimizers = as_models(model), as_optimizers(optimizer)
-    own, layout = read_plan(plan), check_layout(layout)
-    return _choose(models, optimizers, step, batch, "auto", dtype, layout, own, seconds, options)
+    user_plan, layout = read_plan(plan), check_layout(layout)
+    return _choose(models, optimizers, step, batch, "auto", dtype, layout, user_plan, seconds, options)
 
 
 def _choose(

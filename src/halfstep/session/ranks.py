@@ -1,6 +1,6 @@
 """Over which ranks a session is one run, and what it refuses by name before training (law 14).
 
-A model does not know what wraps it, so DDP is looked for where the answer is first needed, and anew after
+A model does not know what wraps it, so DDP is looked for where the answer is first needed, and again after
 each DDP that is made around the model.
 """
 
@@ -63,16 +63,16 @@ class RankGuard:
         """Return the process groups over which the models are wrapped, or the one that was given."""
         if self._given is not None:
             return [self._given]
-        found = [] if self._stages is None else [self._stages]
+        groups = [] if self._stages is None else [self._stages]
         meshes = dict.fromkeys(
             mesh
             for model in self._setup.models
             for p in (*model.parameters(), *shards_of(model))
             if (mesh := getattr(p, "device_mesh", None)) is not None
         )
-        found += [mesh.get_group(dim) for mesh in meshes for dim in range(mesh.ndim)]
-        found += [ddp.process_group for ddp in self._around()]
-        return list({id(group): group for group in found}.values())
+        groups += [mesh.get_group(dim) for mesh in meshes for dim in range(mesh.ndim)]
+        groups += [ddp.process_group for ddp in self._around()]
+        return list({id(group): group for group in groups}.values())
 
     def _around(self) -> list[Any]:
         """Return every DDP around the models."""
@@ -83,7 +83,7 @@ class RankGuard:
         theirs = set(module.parameters())
         return any(p in theirs for model in self._setup.models for p in model.parameters())
 
-    def wrapped(self, ddp: Any, sends: bool) -> None:
+    def on_ddp_wrap(self, ddp: Any, sends: bool) -> None:
         """Record a DDP that is made around the models.
 
         Where it `sends` (a collective), its ranks get the kernels of their first one.
@@ -163,15 +163,15 @@ class RankGuard:
             )
 
     def _check_rank_local(self, optimizer: torch.optim.Optimizer) -> None:
-        found = find_rank_local(weights_of(optimizer), optimizer)
-        if found is None:
+        issue = find_rank_local(weights_of(optimizer), optimizer)
+        if issue is None:
             return
         cure = "give those that ranks have of their own to an optimizer of their own"
-        if found.group is not None:
+        if issue.group is not None:
             cure = "shard with hs.distributed.shard(model) in its place"
             if self._setup.precision.masters:
                 raise UnsupportedError(
-                    f"parameter {name_of(self._setup.models, found.parameter)!r} {found.why}, which fp32 "
+                    f"parameter {name_of(self._setup.models, issue.parameter)!r} {issue.why}, which fp32 "
                     f"masters of {self._setup.level.name} cannot follow: {cure}"
                 )
             if self._stages is not None:
@@ -181,7 +181,7 @@ class RankGuard:
                 "and prepare(model, optimizer, norm_group=model.process_group)"
             )
         raise UnsupportedError(
-            f"parameter {name_of(self._setup.models, found.parameter)!r} {found.why}: the norm that a step "
+            f"parameter {name_of(self._setup.models, issue.parameter)!r} {issue.why}: the norm that a step "
             f"is clipped by, and what a loss scale is chosen from, would be this rank's alone; {cure}"
         )
 
@@ -198,8 +198,10 @@ def joint_group(groups: Sequence[Any]) -> Any:
         ranks = set[int]().union(*gather(ranks, group))
     if len(ranks) == world_size():
         return None
-    known = (g for g in groups if ranks == {*torch.distributed.get_process_group_ranks(g)})
-    return next(known, None) or torch.distributed.new_group(sorted(ranks), use_local_synchronization=True)
+    equal_groups = (g for g in groups if ranks == {*torch.distributed.get_process_group_ranks(g)})
+    return next(equal_groups, None) or torch.distributed.new_group(
+        sorted(ranks), use_local_synchronization=True
+    )
 
 
 def kernels_of_first_rank(table: KernelTable, compute: torch.dtype, group: Any) -> KernelTable:
@@ -223,12 +225,14 @@ def check_groups(group: Any, norm_group: Any, optimizers: Sequence[torch.optim.O
     UnsupportedError where norms come too late for a group of stages.
     """
     kind = torch.distributed.ProcessGroup if torch.distributed.is_available() else ()
-    own = "a process group that this rank is in, what new_group([0, 1]) gives ranks 0 and 1 say"
+    any_group = "a process group that this rank is in, what new_group([0, 1]) gives ranks 0 and 1 say"
     stages = "the process group of the stages, mesh.get_group('pp') say"
-    for name, given, expected in (("group", group, own), ("norm_group", norm_group, stages)):
-        if given is not None and not isinstance(given, kind):
-            raise ConfigError(f"{name}={given!r:.80}: expected {expected}")
-    if norm_group is not None and any(getattr(one, "release_gradients", False) for one in optimizers):
+    for name, value, expected in (("group", group, any_group), ("norm_group", norm_group, stages)):
+        if value is not None and not isinstance(value, kind):
+            raise ConfigError(f"{name}={value!r:.80}: expected {expected}")
+    if norm_group is not None and any(
+        getattr(optimizer, "release_gradients", False) for optimizer in optimizers
+    ):
         raise UnsupportedError(
             "norm_group with release_gradients, which clips by this rank's own norm of the step before: "
             "give one of the two"

@@ -47,16 +47,16 @@ class Loss(NamedTuple):
     number: int
     """Which of the session's loss scales is its."""
     scale: LossScale
-    waiting: frozenset[int]
+    pending: frozenset[int]
     """The optimizers that it trains and that have not stepped."""
-    unseen: frozenset[int]
+    unchecked: frozenset[int]
     """Those of them whose gradients of it nobody has looked at."""
-    found: Flag = False
+    found_inf: Flag = False
     """Whether inf or NaN was seen in its gradients."""
     amax: float | Tensor | None = None
     """The largest magnitude seen, without the scale; None where its scale does not ask."""
-    settled: bool = False
-    """Whether one of its optimizers has stepped: `found` holds for all of them, and its scale is adjusted."""
+    adjusted: bool = False
+    """Whether one of its optimizers has stepped: `found_inf` holds for all, and its scale is adjusted."""
 
 
 class StepState(NamedTuple):
@@ -65,14 +65,14 @@ class StepState(NamedTuple):
     loss_scales: tuple[LossScale, ...]
     """The scale of every loss, by its number."""
     skips: SkipCount
-    carried: tuple[LossScale | None, ...]
+    gradient_scales: tuple[LossScale | None, ...]
     """What each optimizer's gradients are multiplied by; None where none came through the session."""
     losses: tuple[Loss, ...] = ()
     """Those of the round."""
     steps: int = 0
-    told: frozenset[str] = frozenset()
+    warned: frozenset[str] = frozenset()
     """What was said once."""
-    mixed: frozenset[int] = frozenset()
+    leftovers: frozenset[int] = frozenset()
     """Optimizers whose gradients are added to those that another one's loss left, as in a GAN."""
     scales_used: tuple[LossScale, ...] = ()
     """The scales of the first and of the latest backward: what gradients outside the optimizers carry."""
@@ -84,60 +84,68 @@ class StepState(NamedTuple):
         """Whether a scale asks for the gradients' largest magnitude."""
         return any(scale.needs_amax for scale in self.loss_scales)
 
-    def said(self, text: str) -> StepState:
+    def with_warned(self, text: str) -> StepState:
         """Return the state in which this warning is not issued again."""
-        return self._replace(told=self.told | {text})
+        return self._replace(warned=self.warned | {text})
 
-    def carrying(self, index: int, scale: LossScale | None) -> StepState:
+    def with_scale(self, index: int, scale: LossScale | None) -> StepState:
         """Return the state in which optimizer `index` has gradients that carry `scale`."""
-        return self._replace(carried=(*self.carried[:index], scale, *self.carried[index + 1 :]))
+        return self._replace(
+            gradient_scales=(*self.gradient_scales[:index], scale, *self.gradient_scales[index + 1 :])
+        )
 
-    def backward(self, indices: Collection[int], number: int) -> StepState:
+    def after_backward(self, indices: Collection[int], number: int) -> StepState:
         """Return the state after a backward of loss `number` over these optimizers."""
         scale, those = self.loss_scales[number], frozenset(indices)
         loss, rest = Loss(number, scale, those, those), list[Loss]()
-        for one in self.losses:
-            if one.number != number or one.waiting.isdisjoint(those):
-                rest.append(one)
+        for other in self.losses:
+            if other.number != number or other.pending.isdisjoint(those):
+                rest.append(other)
                 continue
-            unseen = loss.unseen | (one.waiting if one.settled else one.unseen)
-            loss = loss._replace(waiting=loss.waiting | one.waiting, unseen=unseen)
-            if not one.settled:
-                loss = loss._replace(found=either(loss.found, one.found), amax=_larger(loss.amax, one.amax))
-        carried = tuple(scale if i in those else old for i, old in enumerate(self.carried))
+            unchecked = loss.unchecked | (other.pending if other.adjusted else other.unchecked)
+            loss = loss._replace(pending=loss.pending | other.pending, unchecked=unchecked)
+            if not other.adjusted:
+                loss = loss._replace(
+                    found_inf=either(loss.found_inf, other.found_inf), amax=_larger(loss.amax, other.amax)
+                )
+        gradient_scales = tuple(scale if i in those else old for i, old in enumerate(self.gradient_scales))
         used = (*self.scales_used[:1], scale)
-        return self._replace(carried=carried, losses=(*rest, loss), scales_used=used)
+        return self._replace(gradient_scales=gradient_scales, losses=(*rest, loss), scales_used=used)
 
-    def stepped(
-        self, index: int, losses: Sequence[Loss], left: LossScale | None, measured: AnyStats
+    def after_step(
+        self, index: int, losses: Sequence[Loss], kept_scale: LossScale | None, measured: AnyStats
     ) -> StepState:
-        """Return the state after a step on these losses; gradients of `index` that stay carry `left`."""
+        """Return the state after a step on these losses; kept gradients of `index` carry `kept_scale`."""
         scales = [*self.loss_scales]
         for loss in losses:
-            if not loss.settled:
-                finite = finite_of(loss.found, measured)
+            if not loss.adjusted:
+                finite = finite_of(loss.found_inf, measured)
                 scales[loss.number] = scales[loss.number].adjust(finite, loss.amax)
-        known = [loss._replace(settled=True) for loss in losses]
-        others = [loss for loss in self.losses if index not in loss.waiting]
-        state = self._replace(loss_scales=(*scales,), losses=(*others, *known), steps=self.steps + 1)
-        return state.without(index, left)
+        adjusted_losses = [loss._replace(adjusted=True) for loss in losses]
+        others = [loss for loss in self.losses if index not in loss.pending]
+        state = self._replace(
+            loss_scales=(*scales,), losses=(*others, *adjusted_losses), steps=self.steps + 1
+        )
+        return state.without(index, kept_scale)
 
-    def without(self, index: int, left: LossScale | None = None) -> StepState:
-        """Return the state in which optimizer `index` has no gradients, or only such as carry `left`."""
+    def without(self, index: int, kept_scale: LossScale | None = None) -> StepState:
+        """Return the state in which optimizer `index` has no gradients, or some that carry `kept_scale`."""
         losses = [
-            loss._replace(waiting=loss.waiting - {index}, unseen=loss.unseen - {index})
+            loss._replace(pending=loss.pending - {index}, unchecked=loss.unchecked - {index})
             for loss in self.losses
-            if loss.waiting - {index}
+            if loss.pending - {index}
         ]
-        carried = (*self.carried[:index], left, *self.carried[index + 1 :])
-        return self._replace(losses=(*losses,), mixed=self.mixed - {index}, carried=carried)
+        gradient_scales = (*self.gradient_scales[:index], kept_scale, *self.gradient_scales[index + 1 :])
+        return self._replace(
+            losses=(*losses,), leftovers=self.leftovers - {index}, gradient_scales=gradient_scales
+        )
 
-    def emptied(self) -> StepState:
+    def without_gradients(self) -> StepState:
         """Return the state in which no optimizer has gradients of ours."""
-        none = (None,) * len(self.carried)
-        return self._replace(carried=none, losses=(), mixed=frozenset(), scales_used=())
+        none = (None,) * len(self.gradient_scales)
+        return self._replace(gradient_scales=none, losses=(), leftovers=frozenset(), scales_used=())
 
-    def saved(self) -> dict[str, Any]:
+    def to_plain(self) -> dict[str, Any]:
         """Return the state as plain values, without gradients."""
         first, *more = (scale.state_dict() for scale in self.loss_scales)
         return {
@@ -148,7 +156,7 @@ class StepState(NamedTuple):
             "skips": self.skips.total,
         }
 
-    def restored(self, state: Mapping[str, Any]) -> StepState:
+    def from_plain(self, state: Mapping[str, Any]) -> StepState:
         """Return the state that `saved` gave, without gradients; CheckpointError where it cannot be read."""
         try:
             saved = (state["loss_scale"], *state.get("more_loss_scales", ()))
@@ -162,7 +170,7 @@ class StepState(NamedTuple):
                 f"{len(self.loss_scales)}: prepare with as many to resume"
             )
         skips = replace(self.skips, in_row=in_row, total=total, steps=steps)
-        return self.emptied()._replace(loss_scales=scales, skips=skips, steps=steps)
+        return self.without_gradients()._replace(loss_scales=scales, skips=skips, steps=steps)
 
 
 # ---- parameters that an optimizer is given later --------------------------------------------------------
@@ -173,13 +181,13 @@ def sizes_of(optimizer: torch.optim.Optimizer) -> Sizes:
     return tuple(len(group["params"]) for group in optimizer.param_groups)
 
 
-def added_weights(optimizer: torch.optim.Optimizer, before: Sizes) -> list[Tensor]:
+def weights_added_since(optimizer: torch.optim.Optimizer, before: Sizes) -> list[Tensor]:
     """Return the weights after the first `before` parameters of each group."""
-    known = (*before, *(0 for _ in optimizer.param_groups))
-    return [weight_of(p) for n, group in zip(known, optimizer.param_groups) for p in group["params"][n:]]
+    old_sizes = (*before, *(0 for _ in optimizer.param_groups))
+    return [weight_of(p) for n, group in zip(old_sizes, optimizer.param_groups) for p in group["params"][n:]]
 
 
-def with_added(
+def unscale_added(
     state: StepState, optimizer: torch.optim.Optimizer, index: int, name: Callable[[Tensor], str]
 ) -> StepState:
     """Unscale the gradients of weights that optimizer `index` was given since, as its others are.
@@ -189,7 +197,7 @@ def with_added(
     inf or NaN are left to the step, which is skipped.
     """
     sizes = sizes_of(optimizer)
-    added, used = added_weights(optimizer, state.sizes[index]), state.scales_used
+    added, used = weights_added_since(optimizer, state.sizes[index]), state.scales_used
     weights = [w for w in added if w.grad is not None and bool(local_of(w.grad).any())]
     gradients = [cast(Tensor, w.grad) for w in weights]
     several = len(state.loss_scales) > 1 or (bool(used) and used[0].read() != used[-1].read())
@@ -200,14 +208,14 @@ def with_added(
             "before the first backward pass that it is to train by"
         )
     state = state._replace(sizes=(*state.sizes[:index], sizes, *state.sizes[index + 1 :]))
-    carried = state.carried[index]
-    if weights and used and carried is None:
-        return state.carrying(index, used[-1])
-    if weights and used and carried is not None and carried is not used[-1]:
+    gradient_scale = state.gradient_scales[index]
+    if weights and used and gradient_scale is None:
+        return state.with_scale(index, used[-1])
+    if weights and used and gradient_scale is not None and gradient_scale is not used[-1]:
         for w, gradient in zip(weights, gradients):
             w.grad_dtype = None  # any: torch otherwise wants the weight's own
             w.grad = gradient.float()
-        rescale([cast(Tensor, w.grad) for w in weights], used[-1], carried)
+        rescale([cast(Tensor, w.grad) for w in weights], used[-1], gradient_scale)
     return state
 
 
@@ -223,27 +231,29 @@ def rescale(gradients: Sequence[Tensor], old: LossScale, new: LossScale) -> None
 # ---- backward -------------------------------------------------------------------------------------------
 
 
-def opened(state: StepState, steppers: Sequence[Stepper], indices: Collection[int], number: int) -> StepState:
+def begin_backward(
+    state: StepState, steppers: Sequence[Stepper], indices: Collection[int], number: int
+) -> StepState:
     """Rescale existing gradients to the scale of loss `number`, before its backward."""
     new = state.loss_scales[number]
     for index in indices:
-        old = state.carried[index]
+        old = state.gradient_scales[index]
         gradients = steppers[index].gradients() if old is not None and old is not new else []
         if old is not None and gradients:
             rescale(gradients, old, new)
-    return state.backward(indices, number)
+    return state.after_backward(indices, number)
 
 
-def mixing(state: StepState, indices: Collection[int], number: int) -> list[int]:
+def find_conflicting(state: StepState, indices: Collection[int], number: int) -> list[int]:
     """Return which of these optimizers hold gradients of another loss, to which this one's would be added."""
     if len(state.loss_scales) == 1:
         return []
-    others = [loss.waiting - (loss.unseen if loss.number == number else set()) for loss in state.losses]
-    return [index for index in indices if any(index in held for held in others)]
+    others = [loss.pending - (loss.unchecked if loss.number == number else set()) for loss in state.losses]
+    return [index for index in indices if any(index in pending for pending in others)]
 
 
 @contextmanager
-def set_aside(weights: Collection[Tensor], add: bool) -> Generator[None]:
+def stash_gradients(weights: Collection[Tensor], add: bool) -> Generator[None]:
     """Stash the gradients of these weights for the block; put them back, plus the new ones with `add`."""
     before = [(w, w.grad) for w in weights]
     for w in weights:
@@ -262,7 +272,7 @@ def set_aside(weights: Collection[Tensor], add: bool) -> Generator[None]:
 
 def losses_to_step(state: StepState, stepper: Stepper, index: int) -> list[Loss]:
     """Return the losses of its gradients; ScalerStateError where there are none, or none of ours."""
-    losses = [loss for loss in state.losses if index in loss.waiting]
+    losses = [loss for loss in state.losses if index in loss.pending]
     check_gradients(stepper, bool(losses))
     if losses:
         return losses
@@ -273,26 +283,28 @@ def losses_to_step(state: StepState, stepper: Stepper, index: int) -> list[Loss]
     return [Loss(0, state.loss_scales[0], frozenset({index}), frozenset({index}))]
 
 
-def unscaled(state: StepState, stepper: Stepper, index: int, device: torch.device) -> StepState:
+def unscale_gradients(state: StepState, stepper: Stepper, index: int, device: torch.device) -> StepState:
     """Divide out the scale that an optimizer's gradients carry, in fp32, unless that was done."""
-    scale = state.carried[index]
-    if scale is None or not any(index in loss.unseen for loss in state.losses):
+    scale = state.gradient_scales[index]
+    if scale is None or not any(index in loss.unchecked for loss in state.losses):
         return state
-    found, amax = False, None
+    found_inf, amax = False, None
     if stepper.releases or stepper.gradients():
         inv_scale = scale.inverse(device)
         amax = stepper.measure(inv_scale, True).amax if scale.needs_amax else None
-        found = stepper.unscale(inv_scale)
-        found = bool(found) if device.type == "cpu" else found
+        found_inf = stepper.unscale(inv_scale)
+        found_inf = bool(found_inf) if device.type == "cpu" else found_inf
     losses = [
-        one
-        if index not in one.unseen
-        else one._replace(
-            unseen=one.unseen - {index}, found=either(one.found, found), amax=_larger(one.amax, amax)
+        loss
+        if index not in loss.unchecked
+        else loss._replace(
+            unchecked=loss.unchecked - {index},
+            found_inf=either(loss.found_inf, found_inf),
+            amax=_larger(loss.amax, amax),
         )
-        for one in state.losses
+        for loss in state.losses
     ]
-    return state._replace(losses=tuple(losses)).carrying(index, NoLossScale())
+    return state._replace(losses=tuple(losses)).with_scale(index, NoLossScale())
 
 
 def check_unscaling(
@@ -305,7 +317,7 @@ def check_unscaling(
 
     That one would divide its loss scale out of them once more.
     """
-    scaled = [n for n, scale in enumerate(state.carried) if not isinstance(scale, NoLossScale | None)]
+    scaled = [n for n, scale in enumerate(state.gradient_scales) if not isinstance(scale, NoLossScale | None)]
     if index not in scaled or len(scaled) == 1:
         return
     mine = {w for w in weights_of(optimizers[index]) if w.grad is not None}
@@ -319,7 +331,7 @@ def check_unscaling(
             )
 
 
-def settle(
+def merge_found_inf(
     losses: Sequence[Loss],
     steppers: Sequence[Stepper],
     index: int,
@@ -334,30 +346,34 @@ def settle(
     `largest` is then that of all ranks' values. `device_of`: where flags of several optimizers or ranks meet.
     Gradients that belong to none of several losses count with all of them.
     """
-    before = reduce(either, (loss.found for loss in losses))
+    before = reduce(either, (loss.found_inf for loss in losses))
     new = found_inf_of(measured)
     new = new if before is False else new & inverse(before)
-    known: list[Loss] = []
+    merged_losses: list[Loss] = []
     for loss in losses:
-        found = either(loss.found, new)
-        for other in () if loss.settled else sorted(loss.unseen - {index}):  # nobody has looked at these
+        found_inf = either(loss.found_inf, new)
+        for other in () if loss.adjusted else sorted(loss.unchecked - {index}):  # nobody has looked at these
             bad = ~all_finite(steppers[other].gradients())
             device = device_of()
-            found = either(found, bool(bad) if device.type == "cpu" else bad.to(device))
-        amax = measured.amax if index in loss.unseen else loss.amax
-        known.append(loss._replace(found=found, amax=amax))
-    asking = [at for at, loss in enumerate(known) if not loss.settled]
+            found_inf = either(found_inf, bool(bad) if device.type == "cpu" else bad.to(device))
+        amax = measured.amax if index in loss.unchecked else loss.amax
+        merged_losses.append(loss._replace(found_inf=found_inf, amax=amax))
+    asking = [at for at, loss in enumerate(merged_losses) if not loss.adjusted]
     if over_ranks is not None and asking:
-        own = [known[at].found for at in asking]
-        everyone = over_ranks(torch.stack([torch.as_tensor(flag, device=device_of()) for flag in own]))
-        for at, mine, flag in zip(asking, own, everyone):
-            amax, needed = known[at].amax, known[at].scale.needs_amax
+        local_flags = [merged_losses[at].found_inf for at in asking]
+        everyone = over_ranks(
+            torch.stack([torch.as_tensor(flag, device=device_of()) for flag in local_flags])
+        )
+        for at, mine, flag in zip(asking, local_flags, everyone):
+            amax, needed = merged_losses[at].amax, merged_losses[at].scale.needs_amax
             amax = largest(amax) if needed and amax is not None else amax  # parameters may be each rank's own
-            known[at] = known[at]._replace(found=bool(flag) if isinstance(mine, bool) else flag, amax=amax)
-    return known, reduce(either, (loss.found for loss in known))
+            merged_losses[at] = merged_losses[at]._replace(
+                found_inf=bool(flag) if isinstance(mine, bool) else flag, amax=amax
+            )
+    return merged_losses, reduce(either, (loss.found_inf for loss in merged_losses))
 
 
-def carried_value(losses: Sequence[Loss]) -> float | Tensor:
+def scale_of_gradients(losses: Sequence[Loss]) -> float | Tensor:
     """Return the scale that a step's gradients carried; of several losses the lowest, if on the host."""
     values = [loss.scale.value for loss in losses]
     if len(values) == 1:
@@ -373,9 +389,9 @@ def inverse(flag: Flag) -> Flag:
     return ~flag if isinstance(flag, Tensor) else not flag
 
 
-def finite_of(found: Flag, measured: AnyStats) -> Flag:
-    """Return whether all was finite, without an op where `found` is what was measured."""
-    return measured.finite if found is found_inf_of(measured) else inverse(found)
+def finite_of(found_inf: Flag, measured: AnyStats) -> Flag:
+    """Return whether all was finite, without an op where `found_inf` is what was measured."""
+    return measured.finite if found_inf is found_inf_of(measured) else inverse(found_inf)
 
 
 def either(a: Flag, b: Flag) -> Flag:

@@ -29,7 +29,7 @@ from halfstep.names import fqns
 from halfstep.optim.base import OnePassOptimizer
 from halfstep.optim.checkpoints import KEPT
 from halfstep.optim.masters import holders_of, weight_of
-from halfstep.session.checks import holds_values
+from halfstep.session.checks import has_nonzero
 from halfstep.shardfiles import Piece
 from halfstep.torch_private import is_one_box, place_of_shard
 
@@ -48,11 +48,13 @@ def _masters(session: Session) -> dict[int, Tensor | Callable[[Any], Tensor]]:
 
     Of an optimizer of `halfstep.optim` it is what gives those of some rows of this rank's part.
     """
-    found: dict[int, Any] = {}
+    masters: dict[int, Any] = {}
     for holder in holders_of(session.optimizers):
-        own = isinstance(holder, OnePassOptimizer)
-        found |= {id(p): value for p, value in (holder._readers() if own else holder.masters()).items()}
-    return found
+        is_one_pass = isinstance(holder, OnePassOptimizer)
+        masters |= {
+            id(p): value for p, value in (holder._readers() if is_one_pass else holder.masters()).items()
+        }
+    return masters
 
 
 def tensors_of(session: Session) -> Iterator[Named]:
@@ -85,7 +87,7 @@ def optimizer_names(session: Session, tensors: list[Named] | None = None) -> lis
     ]
 
 
-def _split(t: Tensor, number: int, group: Group | None) -> Piece | None:
+def _piece_of(t: Tensor, number: int, group: Group | None) -> Piece | None:
     """This rank's piece of a tensor, None where another rank writes it."""
     placed: Any = t
     if local_of(t) is t:
@@ -174,27 +176,30 @@ def _contents(session: Session, schedulers: Sequence[Any], position: Any, extra:
     _check_gradients(session)
     _check_spread(session)
     pieces, group = dict[str, Piece](), session.group
-    held: dict[str, Any] = {"": rank(group) if session.stages else 0}
+    shapes: dict[str, Any] = {"": rank(group) if session.stages else 0}
     masters = _masters(session)
     for number, (name, value, p) in enumerate(tensors_of(session)):
         shardfiles.check_layout(name, value)
         master = masters.get(id(p), value.detach())
         t = master if isinstance(master, Tensor) else cast(Tensor, p).detach()
         # Buffers may differ over ranks (batch norm): rank 0's, which DDP hands to all, and all of one rank.
-        piece, held[name] = _split(t, 0 if p is None else number, group), tuple(t.shape)
+        piece, shapes[name] = _piece_of(t, 0 if p is None else number, group), tuple(t.shape)
         if piece is not None:
             pieces[name] = piece if isinstance(master, Tensor) else replace(piece, widen=master)
-    manifest = {**_manifest(session, pieces, schedulers, extra, group), "model": checkpoint.checksum_of(held)}
+    manifest = {
+        **_manifest(session, pieces, schedulers, extra, group),
+        "model": checkpoint.checksum_of(shapes),
+    }
     mine = dict[str, Tensor]()
-    own = {"random": rng.random_state(), "position": position}
-    about = {"own": shardfiles.packed(own, f".rank.{rank(group)}", mine.__setitem__)}
+    rank_content = {"random": rng.random_state(), "position": position}
+    about = {"own": shardfiles.pack(rank_content, f".rank.{rank(group)}", mine.__setitem__)}
     pieces |= {name: Piece.of(value) for name, value in mine.items()}
     return checkpoint.Contents(pieces, {**about, "ranks": world_size(group)}, manifest)
 
 
 def _check_gradients(session: Session) -> None:
     """Raise CheckpointError where an optimizer has gradients, not 0, of a loss that it has not stepped on."""
-    pending = frozenset[int]().union(*(loss.waiting for loss in session.state.losses))
+    pending = frozenset[int]().union(*(loss.pending for loss in session.state.losses))
     for index in sorted(pending):
         stepper = session._steppers[index]
         if stepper.releases and stepper.optimizer.release.stats(None) is not None:
@@ -202,7 +207,7 @@ def _check_gradients(session: Session) -> None:
                 "save() between backward() and step(), where released gradients are applied already: call "
                 "step() first, which ends that step"
             )
-        if holds_values(stepper.optimizer):
+        if has_nonzero(stepper.optimizer):
             raise CheckpointError(
                 "save() between backward() and step(): gradients are not saved. Call step() first, or "
                 "zero_grad() to drop them"
@@ -261,28 +266,28 @@ def _manifest(
     group: Group | None,
 ) -> dict[str, Any]:
     def put(numbers: Iterator[int], at: str, value: Tensor) -> None:
-        if (piece := _split(value, next(numbers), group)) is not None:
+        if (piece := _piece_of(value, next(numbers), group)) is not None:
             pieces[at] = piece
 
     shared, of_rank_0 = partial(put, itertools.count(1)), partial(put, itertools.repeat(0))
     optimizers = list[Any]()
-    for index, (optimizer, own) in enumerate(zip(session.optimizers, optimizer_names(session))):
+    for index, (optimizer, names) in enumerate(zip(session.optimizers, optimizer_names(session))):
         state = optimizer.state_dict()
         optimizers.append(
             {
                 "algorithm": checkpoint.algorithm_of(optimizer),
-                "names": own,
+                "names": names,
                 "sizes": [len(group["params"]) for group in optimizer.param_groups],
                 "state": {
-                    own[key]: {
-                        what: shardfiles.packed(value, f".optimizer.{index}.{own[key]}.{what}", shared)
+                    names[key]: {
+                        what: shardfiles.pack(value, f".optimizer.{index}.{names[key]}.{what}", shared)
                         for what, value in entry.items()
                         if what not in _DERIVED
                     }
                     for key, entry in state["state"].items()
                 },
                 "groups": [
-                    shardfiles.packed(
+                    shardfiles.pack(
                         {k: v for k, v in options.items() if k not in ("params", "release")},
                         f".optimizer.{index}.group.{i}",
                         of_rank_0,
@@ -303,5 +308,5 @@ def _manifest(
         "ranks": world_size(group),
         "threads": torch.get_num_threads(),
         "optimizers": optimizers,
-        "rest": shardfiles.packed(rest, ".rest", of_rank_0),
+        "rest": shardfiles.pack(rest, ".rest", of_rank_0),
     }

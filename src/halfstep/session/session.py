@@ -32,7 +32,7 @@ from halfstep.gradients.stats import AnyStats, check_clip
 from halfstep.numerics.replayable import Replayable
 from halfstep.numerics.uncast import casts_weights, no_region, ran_wide, weights_fault
 from halfstep.optim.release import PARTLY
-from halfstep.optim.replicas import tell_of_wraps
+from halfstep.optim.replicas import listen_to_wraps
 from halfstep.optim.resolution import find_idle_steps
 from halfstep.policy.levels import LOW_DTYPES
 from halfstep.scaling.loss_scale import LossScale, NoLossScale
@@ -40,7 +40,7 @@ from halfstep.scaling.skips import SkipCount
 from halfstep.session import loading, saving
 from halfstep.session.checks import (
     BROKEN_OFF,
-    LEFT,
+    LEFTOVER_GRADIENTS,
     SKIPPED_IN_A_ROW,
     SKIPPING,
     NonFinite,
@@ -50,7 +50,7 @@ from halfstep.session.checks import (
     check_scheduler,
     check_sharing,
     check_state,
-    holds_values,
+    has_nonzero,
     index_of,
     indices_of,
     name_of,
@@ -63,18 +63,18 @@ from halfstep.session.round import (
     Flag,
     Loss,
     StepState,
-    carried_value,
+    begin_backward,
     check_unscaling,
+    find_conflicting,
     finite_of,
     inverse,
     losses_to_step,
-    mixing,
-    opened,
-    set_aside,
-    settle,
+    merge_found_inf,
+    scale_of_gradients,
     sizes_of,
-    unscaled,
-    with_added,
+    stash_gradients,
+    unscale_added,
+    unscale_gradients,
 )
 from halfstep.session.setup import Setup
 from halfstep.session.steppers import OnePassStepper, Stepper, Update, steppers_of, weights_of
@@ -110,9 +110,9 @@ class Session(Setup):
         group: Any,
     ) -> None:
         super().__init__(*prepared)
-        skips, carried = SkipCount(limit=max_skips), (None,) * len(self.optimizers)
+        skips, gradient_scales = SkipCount(limit=max_skips), (None,) * len(self.optimizers)
         sizes = tuple(map(sizes_of, self.optimizers))
-        self.state = StepState(self.precision.scales, skips, carried, sizes=sizes)
+        self.state = StepState(self.precision.scales, skips, gradient_scales, sizes=sizes)
         self.history: deque[Outcome] = deque(maxlen=HISTORY)
         self.listeners: list[Listener] = []
         self.early_listeners: list[EarlyListener] = []
@@ -130,18 +130,18 @@ class Session(Setup):
         """Whether each rank has other parameters, whatever their names."""
         self.writer: Background | None = None
 
-    def follow(self) -> None:
+    def install_hooks(self) -> None:
         """Once everything is prepared: copies of the models get the masters, and the session can be found."""
-        tell_of_wraps(self._ranks)
+        listen_to_wraps(self._ranks)
         self._ranks.share_kernels()
         if self.precision.scaled:
             self._preparation.handles += refuse_direct_steps(self)
-        super().follow()
+        super().install_hooks()
 
     def __repr__(self) -> str:
         """Level, policy, scale, counts, layout; what "auto" measured, or that the level does not pay."""
         read = ", ".join(f"{scale.read():g}" for scale in self.loss_scales)
-        kinds = ", ".join(type(one).__name__ for one in self.optimizers) or "no optimizer"
+        kinds = ", ".join(type(optimizer).__name__ for optimizer in self.optimizers) or "no optimizer"
         lines = [
             f"{self.level.name} ({self.level.summary}): {self.policy} on {self.device}, "
             f"{type(self.loss_scale).__name__}",
@@ -152,7 +152,7 @@ class Session(Setup):
         if self.tuning is not None:
             lines.append(self.tuning.reason)
         elif dtype in LOW_DTYPES and self.device.type == "cpu" and self.kernels.measures:
-            slow = does_not_pay(measurements.known(), dtype_name(dtype), torch.get_num_threads())
+            slow = does_not_pay(measurements.lookup(), dtype_name(dtype), torch.get_num_threads())
             lines.append(slow or "")
         return "\n".join(filter(None, lines))
 
@@ -228,7 +228,7 @@ class Session(Setup):
             kwargs: handed to `Tensor.backward` (retain_graph, create_graph, inputs, gradient).
 
         Where it breaks off (out of memory, Ctrl-C, a hook that raises), the gradients of these optimizers are
-        cleared, those of earlier passes since the step too, and the next call begins anew.
+        cleared, those of earlier passes since the step too, and the next call begins again.
 
         Raises:
             ConfigError: a loss without a graph or of several numbers, an optimizer not of this session, or a
@@ -242,21 +242,21 @@ class Session(Setup):
         optimizers = self.optimizers
         if self._ranks.asks:
             self._ranks.check()
-        self._take_added()
+        self._check_added()
         indices = indices_of(optimizers, optimizer)
-        mixed = mixing(self.state, indices, loss_id)
+        conflicts = find_conflicting(self.state, indices, loss_id)
         if self._first:
             self._first_backward(loss)
-        if LEFT not in self.state.told:
+        if LEFTOVER_GRADIENTS not in self.state.warned:
             self._note_leftovers(indices)
         begun = False
         try:
             with ExitStack() as stack:
                 self._enter_backward(stack, indices, scale, more)
-                if mixed:
-                    stack.enter_context(self._apart(mixed))
+                if conflicts:
+                    stack.enter_context(self._isolated_backward(conflicts))
                 begun = True
-                self.state = opened(self.state, self._steppers, indices, loss_id)
+                self.state = begin_backward(self.state, self._steppers, indices, loss_id)
                 if self.precision.stores_low:
                     self._ranks.fit_gradients([w for i in indices for w in weights_of(optimizers[i])])
                 scale.scale(loss).backward(**kwargs)
@@ -272,7 +272,7 @@ class Session(Setup):
         if len(indices) < len(self.optimizers):
             weights = [set(weights_of(o)) for o in self.optimizers]
             others = set[Tensor]().union(*weights).difference(*(weights[i] for i in indices))
-            stack.enter_context(set_aside(others, add=False))
+            stack.enter_context(stash_gradients(others, add=False))
         for index, stepper in enumerate(self._steppers):
             if isinstance(stepper, OnePassStepper) and stepper.releases:
                 inv_scale = scale.inverse(self.device) if self.skip_nonfinite else None
@@ -285,39 +285,41 @@ class Session(Setup):
             self.state = self.state.without(index)
 
     @contextmanager
-    def _apart(self, mixed: Sequence[int]) -> Generator[None]:
+    def _isolated_backward(self, conflicts: Sequence[int]) -> Generator[None]:
         """A backward of one loss over optimizers that hold gradients of others: each is looked at alone."""
-        self._unscale(mixed)
-        own = dict.fromkeys(w for index in mixed for w in weights_of(self.optimizers[index]))
-        with set_aside(own, add=True):
+        self._unscale(conflicts)
+        weights = dict.fromkeys(w for index in conflicts for w in weights_of(self.optimizers[index]))
+        with stash_gradients(weights, add=True):
             yield
-            self._unscale(mixed)
+            self._unscale(conflicts)
 
     def _unscale(self, indices: Sequence[int]) -> None:
         for index in indices:
             check_unscaling(self.state, self.optimizers, index, partial(name_of, self.models))
-            self.state = unscaled(self.state, self._steppers[index], index, self.device)
+            self.state = unscale_gradients(self.state, self._steppers[index], index, self.device)
 
-    def _take_added(self) -> None:
+    def _check_added(self) -> None:
         """Look at parameters that an optimizer was given by `add_param_group` since the last call."""
         for index, optimizer in enumerate(self.optimizers):
             if sizes_of(optimizer) != self.state.sizes[index]:
                 check_expanded(self.models, self.optimizers)
                 check_sharing(self.models, self.optimizers, self.precision.masters)
-                self.state = with_added(self.state, optimizer, index, partial(name_of, self.models))
+                self.state = unscale_added(self.state, optimizer, index, partial(name_of, self.models))
 
     def _note_leftovers(self, indices: Sequence[int]) -> None:
         """Before a backward: note whose gradients it adds to those of another loss, until one was cleared."""
         for index in indices:
-            settled = any(loss.settled and index in loss.waiting for loss in self.state.losses)
-            if self.state.carried[index] is not None and not settled:
+            has_stepped = any(loss.adjusted and index in loss.pending for loss in self.state.losses)
+            if self.state.gradient_scales[index] is not None and not has_stepped:
                 continue  # all that it may hold is of its own losses
-            stepper, mixed = self._steppers[index], self.state.mixed
-            held = holds_values(stepper.optimizer) if stepper.has_gradients() else None
-            if held:
-                self.state = self.state._replace(mixed=mixed | {index})
-            elif held is False or index in mixed:
-                self.state = self.state._replace(mixed=mixed - {index}).said(LEFT)
+            stepper, leftovers = self._steppers[index], self.state.leftovers
+            has_values = has_nonzero(stepper.optimizer) if stepper.has_gradients() else None
+            if has_values:
+                self.state = self.state._replace(leftovers=leftovers | {index})
+            elif has_values is False or index in leftovers:
+                self.state = self.state._replace(leftovers=leftovers - {index}).with_warned(
+                    LEFTOVER_GRADIENTS
+                )
 
     def scale(self, tree: Any, loss_id: int = 0) -> Any:
         """Scale losses without running backward, for `torch.autograd.grad` and the like."""
@@ -338,10 +340,10 @@ class Session(Setup):
         if torch.cuda.is_initialized():
             refuse_capture(self.device, "amp.unscale()")
         index = index_of(self.optimizers, optimizer)
-        self._take_added()
+        self._check_added()
         losses_to_step(self.state, self._steppers[index], index)
         self._steppers[index].round_sums()
-        if not isinstance(self.state.carried[index], NoLossScale) or self._steppers[index].releases:
+        if not isinstance(self.state.gradient_scales[index], NoLossScale) or self._steppers[index].releases:
             self._unscale([index])
 
     @never_compiled
@@ -352,11 +354,11 @@ class Session(Setup):
         shards every rank must call it. Raises as `step` does where there are no gradients.
         """
         index = index_of(self.optimizers, optimizer)
-        self._take_added()
+        self._check_added()
         losses_to_step(self.state, self._steppers[index], index)
         self._steppers[index].round_sums()
-        carried = self.state.carried[index] or NoLossScale()
-        inv_scale = None if isinstance(carried, NoLossScale) else carried.inverse(self.device)
+        gradient_scale = self.state.gradient_scales[index] or NoLossScale()
+        inv_scale = None if isinstance(gradient_scale, NoLossScale) else gradient_scale.inverse(self.device)
         return self._steppers[index].measure(inv_scale, False)
 
     @never_compiled
@@ -393,30 +395,32 @@ class Session(Setup):
         check_scheduler(scheduler)
         if self._ranks.asks:
             self._ranks.check_step(self.optimizers[index])
-        self._take_added()
+        self._check_added()
         stepper = self._steppers[index]
         losses = losses_to_step(self.state, stepper, index)
         if not zero_grad and not isinstance(stepper, OnePassStepper):
             check_unscaling(self.state, self.optimizers, index, partial(name_of, self.models))
-        carried, enabled = self.state.carried[index] or NoLossScale(), torch.is_grad_enabled()
+        gradient_scale, enabled = self.state.gradient_scales[index] or NoLossScale(), torch.is_grad_enabled()
         try:
             if self._preparation.handles:  # its own step is none that they refuse
-                self.state = self.state.carrying(index, NoLossScale())
+                self.state = self.state.with_scale(index, NoLossScale())
             if self._first:
                 self._first_step()
-            if index in self.state.mixed and LEFT not in self.state.told:
-                self.state = self.state.said(LEFT)
-                text = LEFT.format(type(stepper.optimizer).__name__, index)
+            if index in self.state.leftovers and LEFTOVER_GRADIENTS not in self.state.warned:
+                self.state = self.state.with_warned(LEFTOVER_GRADIENTS)
+                text = LEFTOVER_GRADIENTS.format(type(stepper.optimizer).__name__, index)
                 warn(text)
             for listener in self.early_listeners:
                 listener(self, stepper.optimizer)
             if self.precision.stores_low:
                 stepper.round_sums()
-            inv_scale = None if isinstance(carried, NoLossScale) else carried.inverse(self.device)
-            measured, found, losses, update = self._update(index, losses, inv_scale, clip_norm, zero_grad)
-            report = self._nonfinite.look(stepper.optimizer, found, losses, self.skip_nonfinite)
-            kept = NoLossScale() if update.unscaled else carried
-            self.state = self.state.stepped(index, losses, None if zero_grad else kept, measured)
+            inv_scale = (
+                None if isinstance(gradient_scale, NoLossScale) else gradient_scale.inverse(self.device)
+            )
+            measured, found_inf, losses, update = self._update(index, losses, inv_scale, clip_norm, zero_grad)
+            report = self._nonfinite.make_report(stepper.optimizer, found_inf, losses, self.skip_nonfinite)
+            kept_scale = NoLossScale() if update.unscaled else gradient_scale
+            self.state = self.state.after_step(index, losses, None if zero_grad else kept_scale, measured)
             if zero_grad:
                 stepper.clear()
         except BaseException as error:
@@ -427,19 +431,19 @@ class Session(Setup):
             raise
         for conversion in self.conversions:
             if conversion.buffers.watched:
-                conversion.buffers.look()
+                conversion.buffers.warn_if_changed()
         reason = PARTLY if stepper.releases else None
-        about = {"scale": carried_value(losses), "reason": reason, "clips": clip_norm is not None}
-        return self._tell(measured, update.found, about, scheduler, report)
+        about = {"scale": scale_of_gradients(losses), "reason": reason, "clips": clip_norm is not None}
+        return self._record_outcome(measured, update.found_inf, about, scheduler, report)
 
     def _first_backward(self, loss: Tensor) -> None:
         """Before the first step: look whether ops were cast, and whether anything is going to step."""
-        again = bool(self.state.losses)
-        self._wide = (self._wide or not again) and not self._off and ran_wide(loss, self.policy)
+        has_losses = bool(self.state.losses)
+        self._wide = (self._wide or not has_losses) and not self._off and ran_wide(loss, self.policy)
         if not self.optimizers:
             self._first = False
-            if said := no_optimizer(self.precision, self.loss_scale):
-                warn(said)
+            if text := no_optimizer(self.precision, self.loss_scale):
+                warn(text)
 
     def _first_step(self) -> None:
         """Warn where steps move no weight, no op ran in the level's 16 bits, or weights are not its own."""
@@ -469,30 +473,30 @@ class Session(Setup):
         if skips:
             measured = stepper.measure(inv_scale, wants_max)
         else:
-            measured, update = stepper.look_and_update(inv_scale, wants_max, clip_norm)
+            measured, update = stepper.measure_and_update(inv_scale, wants_max, clip_norm)
         over_ranks = partial(all_ranks, group=self._ranks.group) if skips and world_size() > 1 else None
-        losses, found = settle(
+        losses, found_inf = merge_found_inf(
             losses, self._steppers, index, measured, lambda: self.device, over_ranks,
             lambda amax: largest_of_ranks(amax, self._ranks.group),
         )  # fmt: skip
         if skips:
-            update = stepper.update(inv_scale, measured, clip_norm, found, clears)
+            update = stepper.update(inv_scale, measured, clip_norm, found_inf, clears)
         else:
-            update = update._replace(found=found)
+            update = update._replace(found_inf=found_inf)
         if update.norm is not None:
             measured = measured._replace(norm=update.norm)
-        return measured, found, losses, update
+        return measured, found_inf, losses, update
 
-    def _tell(
+    def _record_outcome(
         self,
         measured: AnyStats,
-        found: bool | Tensor,
+        found_inf: bool | Tensor,
         about: Mapping[str, Any],
         scheduler: Any,
         report: Report | None,
     ) -> Outcome:
         """Make the outcome, keep it, and tell the counts, the scheduler and the listeners."""
-        finite = finite_of(found, measured)
+        finite = finite_of(found_inf, measured)
         outcome = Outcome(
             taken=finite if self.skip_nonfinite else True,
             finite=finite,
@@ -528,20 +532,20 @@ class Session(Setup):
             Outcome(taken=taken, finite=True, scale=scale, step=self.steps, on_read=_when_read(self))
         )
 
-    def _arrived(self, record: StepRecord, report: Report | None = None) -> None:
+    def _on_outcome_read(self, record: StepRecord, report: Report | None = None) -> None:
         """Count and warn once what a step did is known on the host."""
         taken = record.taken
         self._queue.read_before(record.step or 0)
         if not taken or self.state.skips.in_row:  # a clean step after clean steps changes no count
-            self.state = self.state._replace(skips=self.state.skips.counted(taken))
+            self.state = self.state._replace(skips=self.state.skips.after_steps(taken))
         if not record.finite and report is not None:
             report(record.step, taken)
         if taken:
             return
         self.state.skips.check(scale=record.scale)
         in_row, limit = self.state.skips.in_row, self.state.skips.limit
-        if in_row == SKIPPED_IN_A_ROW and SKIPPING not in self.state.told:
-            self.state = self.state.said(SKIPPING)
+        if in_row == SKIPPED_IN_A_ROW and SKIPPING not in self.state.warned:
+            self.state = self.state.with_warned(SKIPPING)
             scaled = not isinstance(self.loss_scale, NoLossScale)
             at = f" at loss scales down to {record.scale:g}" if scaled else ""
             warn(SKIPPING.format(in_row, record.step, at, limit))
@@ -570,8 +574,8 @@ class Session(Setup):
             "format": 1,
             "level": self.level.name,
             "policy": str(self.policy),
-            **self.state.saved(),
-            "kernels": kernel_choice.saved(self.kernels),
+            **self.state.to_plain(),
+            "kernels": kernel_choice.dump_table(self.kernels),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -582,19 +586,19 @@ class Session(Setup):
         Raises:
             CheckpointError: not such a state, or one of another level or policy; nothing is changed then.
         """
-        self.state, self.kernels = self._restored(state)
+        self.state, self.kernels = self._read_state(state)
         self._queue.forget()  # outcomes still on their way are of the state that ends here
 
-    def _restored(self, state: Mapping[str, Any]) -> tuple[StepState, kernel_choice.KernelTable]:
+    def _read_state(self, state: Mapping[str, Any]) -> tuple[StepState, kernel_choice.KernelTable]:
         """Read a state for `load_state_dict`; raise its errors and change nothing."""
         check_state(state, self.level, self.policy)
-        remembered = self.state.restored(state)
+        remembered = self.state.from_plain(state)
         kernels = (
-            kernel_choice.restored(state["kernels"], self.kernels) if "kernels" in state else self.kernels
+            kernel_choice.load_table(state["kernels"], self.kernels) if "kernels" in state else self.kernels
         )
         return remembered, kernels
 
-    def remember(self, history: bool = True) -> Callable[[], None]:
+    def snapshot(self, history: bool = True) -> Callable[[], None]:
         """Note all that a step changes in the session; the result puts it back, any number of times."""
         state, policy, queue = self.state, self.policy, copy.copy(self._queue)
         past = copy.copy(self.history) if history else None
@@ -612,15 +616,15 @@ class Session(Setup):
         """Undo `prepare`: fp32 weights (exact where there are masters), optimizers as they were, no hooks."""
         super().revert()
         self._ranks.asks = True
-        self.state = self.state.emptied()
+        self.state = self.state.without_gradients()
 
 
 def _when_read(session: Session, report: Report | None = None) -> Callable[[StepRecord], None]:
     """Return what to call once an outcome is read; it does not keep the session alive."""
     weak = weakref.ref(session)
 
-    def arrived(record: StepRecord) -> None:
+    def on_read(record: StepRecord) -> None:
         if (alive := weak()) is not None:
-            alive._arrived(record, report)
+            alive._on_outcome_read(record, report)
 
-    return arrived
+    return on_read

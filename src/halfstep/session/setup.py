@@ -22,8 +22,8 @@ from halfstep.convert.layout import Relayout
 from halfstep.distributed import local_of
 from halfstep.errors import ConfigError, show, warn
 from halfstep.names import unwrap
-from halfstep.optim.loading import HasMasters, LoadedMasters
-from halfstep.optim.master_link import bounded
+from halfstep.optim.loading import LoadedMasters, MasterHolder
+from halfstep.optim.master_link import split_bounded
 from halfstep.optim.masters import MasterWeights, holder_of
 from halfstep.optim.replicas import follow_wraps, send_masters
 from halfstep.optim.saved_masters import SavedMasters
@@ -98,7 +98,7 @@ class Setup:
 
     def autocast(self, enabled: bool = True) -> autocast:
         """Return the region to run forward and loss in: ops run under the session's policy."""
-        for listener in opened:
+        for listener in autocast_listeners:
             listener(self)
         if not isinstance(enabled, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ConfigError(
@@ -132,15 +132,15 @@ class Setup:
             [(m, m.training) for model in self.models for m in model.modules()],
         )
         with torch.no_grad(), ExitStack() as stack:
-            for one in self.masters.values():
-                stack.enter_context(one.swap())
+            for masters in self.masters.values():
+                stack.enter_context(masters.swap())
             for conversion in self.conversions if self.precision.masters else ():
                 stack.enter_context(conversion.suspended())
             if self.precision.stores_low and not self.precision.masters:
                 stack.enter_context(self.autocast())
-            made = ((getattr(p, "_stands_for", None), p) for m in self.models for p in m.parameters())
-            copies: dict[Tensor, Tensor] = {weight: copy for weight, copy in made if weight is not None}
-            for some in bounded(copies):  # joined masters are never all there
+            stand_ins = ((getattr(p, "_stands_for", None), p) for m in self.models for p in m.parameters())
+            copies: dict[Tensor, Tensor] = {weight: copy for weight, copy in stand_ins if weight is not None}
+            for some in split_bounded(copies):  # joined masters are never all there
                 for holder in holders:
                     for weight, value in holder.masters({*some}).items():
                         copies[weight].data.copy_(value)
@@ -153,11 +153,13 @@ class Setup:
                 self.evaluates = False
                 for module, training in modes:
                     module.training = training
-        for some in bounded(copies):
+        for some in split_bounded(copies):
             for holder in holders:
                 values = holder.masters({*some})
                 same = all_equal([(local_of(copies[w]), local_of(v)) for w, v in values.items()])
-                holder.seed_masters({w: copies[w].detach() for w, kept in zip(values, same) if not kept})
+                holder.seed_masters(
+                    {w: copies[w].detach() for w, is_same in zip(values, same) if not is_same}
+                )
 
     def revert(self) -> None:
         """Undo `prepare`: fp32 weights (exact where there are masters), optimizers as they were, no hooks."""
@@ -167,14 +169,14 @@ class Setup:
         for optimizer in self.optimizers:
             _OPTIMIZERS.pop(optimizer, None)
 
-    def follow(self) -> None:
+    def install_hooks(self) -> None:
         """From now on masters reach copies of the models, DDP and loads, and the session can be found.
 
         An earlier session of the same optimizer no longer watches it.
         """
         handles, preparation = self._preparation.handles, self._preparation
         for optimizer in self.optimizers:
-            if self.precision.masters and isinstance(optimizer, HasMasters):
+            if self.precision.masters and isinstance(optimizer, MasterHolder):
                 handles += LoadedMasters(optimizer).attach(self.models)  # MasterWeights follow by themselves
             elif not self.precision.masters and holder_of(optimizer) is None:
                 handles += SavedMasters().attach(optimizer)
@@ -190,7 +192,7 @@ class Setup:
                 conversion.widen_copies(lambda: {} if (values := exact()) is None else values())
         for model in self.models:
             _MODELS[unwrap(model)] = weakref.ref(self)
-        for listener in made:
+        for listener in session_listeners:
             listener(self)
         changed = [c.model for c in self.conversions if c.changes]
         handles += [model.register_load_state_dict_post_hook(Prepared(preparation)) for model in changed]
@@ -202,9 +204,9 @@ _MODELS: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Setup]] = weakref.Weak
 _OPTIMIZERS: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[Any]] = weakref.WeakKeyDictionary()
 
 #: Called with every session that is made.
-made: list[Callable[[Any], None]] = []
+session_listeners: list[Callable[[Any], None]] = []
 #: Called with each session whose region is asked for, before its policy is read.
-opened: list[Callable[[Any], None]] = []
+autocast_listeners: list[Callable[[Any], None]] = []
 
 
 def revert(model: nn.Module) -> None:
@@ -218,9 +220,9 @@ def revert(model: nn.Module) -> None:
         raise ConfigError(f"revert takes the model that was prepared, not {type(model).__name__}")
     inner = unwrap(model)
     hooks = [hook.preparation for hook in hooks_after_load(inner).values() if isinstance(hook, Prepared)]
-    known = _MODELS.get(inner)
-    session = None if known is None else known()
-    preparation = next((one for one in reversed(hooks) if one is not None), None)
+    session_ref = _MODELS.get(inner)
+    session = None if session_ref is None else session_ref()
+    preparation = next((candidate for candidate in reversed(hooks) if candidate is not None), None)
     if session is not None:
         session.revert()
     elif preparation is not None:

@@ -25,7 +25,7 @@ from halfstep.gradients.stats import (
     on_host_if_cpu,
 )
 from halfstep.gradients.unscale import unscale_
-from halfstep.optim.loading import HasMasters
+from halfstep.optim.loading import MasterHolder
 from halfstep.optim.masters import Master, MasterWeights, weight_of
 from halfstep.policy.levels import LOW_DTYPES
 from halfstep.scaling.grad_scaler import attributes_kept
@@ -48,7 +48,7 @@ class Update(NamedTuple):
 
     unscaled: bool
     """Whether the gradients lie unscaled."""
-    found: bool | Tensor
+    found_inf: bool | Tensor
     """Whether it was skipped, on the host where that was read."""
     norm: float | Tensor | None = None
     """What the gradients were clipped by, where it is not what was measured."""
@@ -107,7 +107,7 @@ class Stepper:
         """
         raise NotImplementedError
 
-    def look_and_update(
+    def measure_and_update(
         self, inv_scale: Tensor | None, needs_amax: bool, clip_norm: float | None
     ) -> tuple[AnyStats, Update]:
         """Do `measure` and `update` in one, for a step that is taken whatever the gradients are."""
@@ -152,7 +152,7 @@ class OnePassStepper(Stepper):
         """
         release = self.optimizer.release
         if not named or more:
-            return release.hold()
+            return release.pause()
         if release.stats(None) is not None:
             raise ScalerStateError(
                 "backward() ran again before step(), but gradients were released and applied already: pass "
@@ -166,9 +166,9 @@ class OnePassStepper(Stepper):
         """Measure by one pass of the optimizer's kernels over the gradients."""
         if self.norm_group is not None:
             return self._of_all_stages(inv_scale)
-        known = self.optimizer.measure_on_host(inv_scale)
-        if known is not None:
-            return known
+        stats = self.optimizer.measure_on_host(inv_scale)
+        if stats is not None:
+            return stats
         return on_host_if_cpu(self.optimizer.measure(inv_scale=inv_scale))
 
     def update(
@@ -192,15 +192,15 @@ class OnePassStepper(Stepper):
         if self.releases:
             self.optimizer.release.forget()
 
-    def look_and_update(
+    def measure_and_update(
         self, inv_scale: Tensor | None, needs_amax: bool, clip_norm: float | None
     ) -> tuple[AnyStats, Update]:
         """Measure and update in one pass over gradients, weights and states, where nothing clips."""
         if self.norm_group is not None or self.releases:
-            return super().look_and_update(inv_scale, needs_amax, clip_norm)
-        found: list[AnyStats] = []
-        self.optimizer.step(inv_scale=inv_scale, found_inf=False, look=found, clip_norm=clip_norm)
-        return on_host_if_cpu(found[0]), Update(False, False)
+            return super().measure_and_update(inv_scale, needs_amax, clip_norm)
+        stats: list[AnyStats] = []
+        self.optimizer.step(inv_scale=inv_scale, found_inf=False, look=stats, clip_norm=clip_norm)
+        return on_host_if_cpu(stats[0]), Update(False, False)
 
     def unscale(self, inv_scale: Tensor) -> Tensor:
         """Multiply the gradients by `inv_scale` where they lie, in fp32; a 0-d flag: one was not finite."""
@@ -267,7 +267,7 @@ class TorchStepper(Stepper):
             if not clears and inv_scale is not None:  # those that stay carry no scale, skipped or not
                 unscale_(self.gradients(), inv_scale)
                 inv_scale = None
-            self._flagged_step(inv_scale, measured.norm, clip_norm, found_inf)
+            self._step_with_flag(inv_scale, measured.norm, clip_norm, found_inf)
             return Update(True, found_inf)
         if found_inf:
             return Update(False, True)
@@ -314,7 +314,7 @@ class TorchStepper(Stepper):
 
         if isinstance(found_inf, Tensor) and self._skips_on_device():
             with masters.link.in_parts(lambda grads: None):
-                self._flagged_step(inv_scale, norm, clip_norm, found_inf)
+                self._step_with_flag(inv_scale, norm, clip_norm, found_inf)
             return Update(True, found_inf)
         if found_inf:
             return Update(False, True)
@@ -342,7 +342,7 @@ class TorchStepper(Stepper):
                     return False
         return all(group.get("fused") for group in self.optimizer.param_groups)
 
-    def _flagged_step(
+    def _step_with_flag(
         self, inv_scale: Tensor | None, norm: float | Tensor, clip_norm: float | None, found_inf: Tensor
     ) -> None:
         """Step by torch's fused pass, which divides by the scale, clips and skips by attributes it reads."""
@@ -400,8 +400,8 @@ def steppers_of(
     """Return the stepper of each optimizer; `norm_group` is `prepare`'s, `plain` at O0."""
     ordered = any(is_ordered(model) for model in models)
     return [
-        OnePassStepper(one, norm_group)
-        if isinstance(one, HasMasters)
-        else TorchStepper(one, masters.get(index), ordered, norm_group, plain)
-        for index, one in enumerate(optimizers)
+        OnePassStepper(optimizer, norm_group)
+        if isinstance(optimizer, MasterHolder)
+        else TorchStepper(optimizer, masters.get(index), ordered, norm_group, plain)
+        for index, optimizer in enumerate(optimizers)
     ]

@@ -42,7 +42,7 @@ from halfstep.numerics.replayable import Replayable
 from halfstep.numerics.trace import Trace
 from halfstep.session.prepare import prepare
 from halfstep.trainer.records import Callback, History, Logger, Metric, ProgressBar, StepLog
-from halfstep.trees import gathered, move_to
+from halfstep.trees import move_to, stack_scalars
 
 # ---- what a Trainer refuses before it touches a weight, on every rank alike ---------------------------
 
@@ -50,23 +50,23 @@ from halfstep.trees import gathered, move_to
 _LEAST = {"accumulate": 1, "read_every": 1, "keep": 1, "checkpoint_every": 0}
 
 
-def check_options(given: Mapping[str, Any]) -> None:
+def check_options(options: Mapping[str, Any]) -> None:
     """Raise ConfigError for an argument of a Trainer that cannot be."""
-    metrics: Any = given["metrics"] or {}
+    metrics: Any = options["metrics"] or {}
     expected = {
-        "loss_fn": (callable(given["loss_fn"]), "a function (output, target) -> loss"),
+        "loss_fn": (callable(options["loss_fn"]), "a function (output, target) -> loss"),
         "metrics": (
             isinstance(metrics, Mapping) and all(map(callable, cast("Any", metrics).values())),
             "names and functions (output, target) -> value",
         ),
-        **{n: (isinstance(given[n], list | tuple), "a list") for n in ("callbacks", "loggers")},
+        **{n: (isinstance(options[n], list | tuple), "a list") for n in ("callbacks", "loggers")},
         **{
-            name: (type(given[name]) is int and given[name] >= least, f"a whole number, {least} or more")
+            name: (type(options[name]) is int and options[name] >= least, f"a whole number, {least} or more")
             for name, least in _LEAST.items()
         },
-        "checkpoints": (isinstance(given["checkpoints"], str | Path | None), "a folder's path"),
+        "checkpoints": (isinstance(options["checkpoints"], str | Path | None), "a folder's path"),
         "level": (
-            given["level"] != "auto",
+            options["level"] != "auto",
             "a level that is chosen before training, so that a resumed run is the run that began: find one "
             "with hs.tune(model, optimizer, step, x, y) or `halfstep tune`, then pass plan=found.plan or its "
             "file",
@@ -74,8 +74,8 @@ def check_options(given: Mapping[str, Any]) -> None:
     }
     for name, (fits, what) in expected.items():
         if not fits:
-            raise ConfigError(f"{name}={show(given[name])}; expected {what}")
-    if (every := given["checkpoint_every"]) and given["checkpoints"] is None:
+            raise ConfigError(f"{name}={show(options[name])}; expected {what}")
+    if (every := options["checkpoint_every"]) and options["checkpoints"] is None:
         raise ConfigError(f"checkpoint_every={every} without a folder; pass checkpoints='runs/mine'")
 
 
@@ -119,9 +119,9 @@ def last_step(loader: Iterable[Any], steps: int | None, epochs: int | None, accu
 
 def check_ranks(last: int) -> None:
     """Raise DataError on all ranks where they would end at different steps."""
-    found = gather(last)
-    if len(set(found)) > 1:
-        ends = ", ".join(f"rank {number} after {end}" for number, end in enumerate(found))
+    last_steps = gather(last)
+    if len(set(last_steps)) > 1:
+        ends = ", ".join(f"rank {number} after {end}" for number, end in enumerate(last_steps))
         raise DataError(
             f"ranks would run out of batches at different steps ({ends}), and a step needs all of them: give "
             "every rank as many (a DistributedSampler does), or fit the same steps= on all, which begins "
@@ -139,8 +139,8 @@ class Unread(NamedTuple):
 
 def check_unread(flags: Sequence[Unread]) -> None:
     """Raise DataError for the first batch that was not finite; where there are flags, wait for them."""
-    found = gathered([flag.finite for flag in flags], flags[0].finite.device).tolist() if flags else []
-    for flag, finite in zip(flags, found):
+    values = stack_scalars([flag.finite for flag in flags], flags[0].finite.device).tolist() if flags else []
+    for flag, finite in zip(flags, values):
         if not finite:
             raise DataError(
                 f"the {flag.part} of the batch for step {flag.step} holds inf or NaN: clean the data, and go "
@@ -149,7 +149,7 @@ def check_unread(flags: Sequence[Unread]) -> None:
             )
 
 
-def checked(batch: Any, step: int, device: torch.device, unread: list[Unread]) -> tuple[Any, Any]:
+def check_batch(batch: Any, step: int, device: torch.device, unread: list[Unread]) -> tuple[Any, Any]:
     """The batch on the device; DataError for what is no pair, or holds inf or NaN in a tensor of the CPU.
 
     Tensors of an accelerator are looked at there; `unread` gets the answers.
@@ -183,7 +183,7 @@ class Position:
 
     A loader with `state_dict` and `load_state_dict` is asked; for any other the random state at the start of
     the pass is kept, and resuming replays the pass up to the batch. `on_epoch_end` is called once for a pass:
-    by `trained` after its last batch where the loader has a length, else when no further batch comes.
+    by `advance` after its last batch where the loader has a length, else when no further batch comes.
     """
 
     def __init__(self, loader: Any, on_epoch_end: Callable[[], None]) -> None:
@@ -228,7 +228,7 @@ class Position:
                 )
             self.end()
 
-    def trained(self) -> None:
+    def advance(self) -> None:
         """End the pass where the batch just trained on was its last."""
         if self.served == length_of(self.loader):
             self.end()
@@ -257,23 +257,25 @@ class Position:
 # ---- the loop -----------------------------------------------------------------------------------------
 
 
-def _train(own: Trainer, batches: Sequence[Any]) -> tuple[Tensor, Outcome]:
+def _train(trainer: Trainer, batches: Sequence[Any]) -> tuple[Tensor, Outcome]:
     """One step: forward and backward of each batch, then the update; the loss, detached, and the outcome."""
     losses: list[Tensor] = []
     for number, batch in enumerate(batches, 1):
-        x, y = checked(batch, own.step + 1, own.device, own.unread)
-        apart = number < len(batches) and hasattr(own.forward, "no_sync")
-        with cast(Any, own.forward).no_sync() if apart else nullcontext():
-            with own.amp.autocast():
-                loss = own.loss_fn(own.forward(x), y) / len(batches)
-            own.amp.backward(loss, more=number < len(batches))
+        x, y = check_batch(batch, trainer.step + 1, trainer.device, trainer.unread)
+        skips_sync = number < len(batches) and hasattr(trainer.forward, "no_sync")
+        with cast(Any, trainer.forward).no_sync() if skips_sync else nullcontext():
+            with trainer.amp.autocast():
+                loss = trainer.loss_fn(trainer.forward(x), y) / len(batches)
+            trainer.amp.backward(loss, more=number < len(batches))
         losses.append(loss.detach())
-    return sum(losses[1:], losses[0]), own.amp.step(clip_norm=own.clip_norm, scheduler=own.scheduler)
+    return sum(losses[1:], losses[0]), trainer.amp.step(
+        clip_norm=trainer.clip_norm, scheduler=trainer.scheduler
+    )
 
 
 @contextmanager
-def _noting_sigterm(wanted: bool) -> Generator[list[int]]:
-    """Within, the first SIGTERM is put into the list, where `wanted` and nobody else handles it."""
+def _noting_sigterm(enabled: bool) -> Generator[list[int]]:
+    """Within, the first SIGTERM is put into the list, where `enabled` and nobody else handles it."""
     arrived: list[int] = []
 
     def note(number: int, frame: Any) -> None:
@@ -281,7 +283,7 @@ def _noting_sigterm(wanted: bool) -> Generator[list[int]]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a second one ends the process
 
     main = threading.current_thread() is threading.main_thread()
-    mine = wanted and main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    mine = enabled and main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     if mine:
         signal.signal(signal.SIGTERM, note)
     try:
@@ -439,14 +441,14 @@ class Trainer:
         try:
             self.model.train()
             batches = iter(position)
-            while self.step < last and not self._stopped():
+            while self.step < last and not self._is_stop_asked():
                 self._train_step(batches, position)
                 if len(self._pending) >= self.read_every:
                     self._read()
                 if self.checkpoint_every and self.step % self.checkpoint_every == 0:
                     self.save()
             if self._replayable is not None:
-                self._replayable.settle()
+                self._replayable.finish()
             if self.epoch < epochs and not self.history.stopped:
                 position.end()  # fewer batches are left than make a step
             self._read()
@@ -462,7 +464,7 @@ class Trainer:
             self.history.seconds = time.perf_counter() - started
             self._call("on_fit_end")
 
-    def _stopped(self) -> bool:
+    def _is_stop_asked(self) -> bool:
         """Whether some rank was asked to stop; saves first where SIGTERM asked it."""
         if self.device.type != "cpu" and self.step % self.read_every and world_size() > 1:
             return False  # asking makes an accelerator wait
@@ -485,11 +487,11 @@ class Trainer:
         """
         refuse_reading(self.device, "Trainer.evaluate()")
         with watchdog(lambda: self.step, self.rank_timeout):
-            parts = [(own, count) for own, count in gather(self._sums(loader)) if count]
+            parts = [(sums, count) for sums, count in gather(self._sums(loader)) if count]
         if not parts:
             raise DataError("the loader gave no batches; evaluate needs at least one")
         whole = sum(count for _, count in parts)
-        means = {name: sum(own[name] for own, _ in parts) / whole for name in parts[0][0]}
+        means = {name: sum(sums[name] for sums, _ in parts) / whole for name in parts[0][0]}
         self._log(means, prefix="test ")
         return means
 
@@ -502,7 +504,7 @@ class Trainer:
         try:
             with torch.no_grad():
                 unread = list[Unread]()
-                for x, y in (checked(batch, self.step + 1, self.device, unread) for batch in loader):
+                for x, y in (check_batch(batch, self.step + 1, self.device, unread) for batch in loader):
                     with self.amp.autocast():
                         output = self.model(x)
                         values = {"loss": self.loss_fn(output, y)}
@@ -539,8 +541,8 @@ class Trainer:
             self._position.load_state_dict(position)
 
     def _load(self, path: Path) -> None:
-        found = self.amp.load(path, schedulers=self.schedulers)
-        self.go_on(found.extra, found.position)
+        loaded = self.amp.load(path, schedulers=self.schedulers)
+        self.go_on(loaded.extra, loaded.position)
 
     def _train_step(self, batches: Iterator[Any], position: Position) -> None:
         micro = list(islice(batches, self.accumulate))
@@ -552,7 +554,7 @@ class Trainer:
         self.step += 1
         self._pending.append((self.step, total, outcome))
         self._call("on_step_end")
-        position.trained()
+        position.advance()
 
     def _check_batches(self) -> None:
         flags, self.unread = self.unread, []

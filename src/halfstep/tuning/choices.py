@@ -132,16 +132,16 @@ def decide(trials: Sequence[Trial]) -> tuple[LevelChoice, str]:
         return base.choice, f"{base.choice.label}: {why}"
     if not usable:
         return base.choice, "; ".join([f"{base.choice.label}: nothing else can be used", *refused])
-    known = "fp32" if base.choice.dtype is None else base.choice.label
+    base_name = "fp32" if base.choice.dtype is None else base.choice.label
     best = min(usable, key=lambda t: t.time)
     share = best.time / base.time
     speed = speed_in_words(share)
     times = f"({best.time * 1e3:.4g} ms a step against {base.time * 1e3:.4g} ms)"
     if share > WORTH:
-        why = f"nothing here is faster than {known}; the best other setting, {best.choice.label}, is"
+        why = f"nothing here is faster than {base_name}; the best other setting, {best.choice.label}, is"
         return base.choice, "; ".join([f"{base.choice.label}: {why} {speed} {times}", *refused])
-    said, dtype = [f"{best.choice.label}: {speed} than {known} {times}"], best.choice.dtype
+    reasons, dtype = [f"{best.choice.label}: {speed} than {base_name} {times}"], best.choice.dtype
     if best.gradient_error is not None and dtype is not None:
         allowed = f"allowed {gradient_bound(dtype):.2g} in {dtype}"
-        said.append(f"relative gradient error {best.gradient_error:.2g} ({allowed})")
-    return best.choice, "; ".join([*said, *refused])
+        reasons.append(f"relative gradient error {best.gradient_error:.2g} ({allowed})")
+    return best.choice, "; ".join([*reasons, *refused])

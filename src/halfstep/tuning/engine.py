@@ -60,7 +60,7 @@ class FirstStep:
 
     def listen(self, session: Any, optimizer: torch.optim.Optimizer) -> None:
         """Keep the gradients of a step that begins; an early listener of a session."""
-        number = next(i for i, known in enumerate(session.optimizers) if known is optimizer)
+        number = next(i for i, candidate in enumerate(session.optimizers) if candidate is optimizer)
         self.keep(optimizer, session.loss_scale.read(), number)
 
     def keep(self, optimizer: torch.optim.Optimizer, scale: float = 1.0, number: int = 0) -> None:
@@ -77,9 +77,9 @@ class FirstStep:
 
     def distance(self, base: FirstStep) -> tuple[float | None, float | None]:
         """How far loss and gradients are from the base's, relative to these; None where there are none."""
-        apart = None
+        loss_error = None
         if self.loss is not None and base.loss is not None:
-            apart = abs(self.loss - base.loss) / max(abs(base.loss), 1e-12)
+            loss_error = abs(self.loss - base.loss) / max(abs(base.loss), 1e-12)
         squares = (
             self.squares
             if self.base is base
@@ -90,7 +90,7 @@ class FirstStep:
             }
         )
         far, whole = (sum(pair[i] for pair in squares.values()) for i in range(2))
-        return apart, (far / whole) ** 0.5 if whole else None
+        return loss_error, (far / whole) ** 0.5 if whole else None
 
 
 def _squares(value: Tensor, base: Tensor) -> tuple[float, float]:
@@ -98,9 +98,9 @@ def _squares(value: Tensor, base: Tensor) -> tuple[float, float]:
     far: Any = 0.0
     whole: Any = 0.0
     for a, b in split.parts(value, base) if type(value) is Tensor else [(value, base)]:
-        known = b.to(a.device)
-        far += torch.linalg.vector_norm(a - known, dtype=torch.float64) ** 2
-        whole += torch.linalg.vector_norm(known, dtype=torch.float64) ** 2
+        base_part = b.to(a.device)
+        far += torch.linalg.vector_norm(a - base_part, dtype=torch.float64) ** 2
+        whole += torch.linalg.vector_norm(base_part, dtype=torch.float64) ** 2
     return float(far), float(whole)
 
 
@@ -122,7 +122,7 @@ class Budget:
         """Count from now, or from so many seconds ago."""
         self._until = time.perf_counter() + self._seconds - spent
 
-    def left(self) -> float:
+    def seconds_left(self) -> float:
         """Return seconds that are left; below 0 where too many were spent."""
         return float(self.of_first_rank(self._until - time.perf_counter()))
 
@@ -136,7 +136,7 @@ class Budget:
 
     def affords(self, label: str, steps: int) -> bool:
         """Whether so many steps of a choice fit, with what is done before and after them."""
-        return self.left() > float(self.of_first_rank(self.around + steps * self.step(label)))
+        return self.seconds_left() > float(self.of_first_rank(self.around + steps * self.step(label)))
 
     def of_first_rank(self, value: Any) -> Any:
         """Return the first rank's value, on every rank; every rank must ask."""
@@ -170,7 +170,7 @@ class Bench:
         self._plain = LevelChoice("O0")
 
     @contextmanager
-    def entered(self, choice: LevelChoice) -> Generator[Any]:
+    def enter(self, choice: LevelChoice) -> Generator[Any]:
         """The models prepared for `choice`, from the state at the start; yields the session."""
         began = time.perf_counter()
         self._start.restore()
@@ -214,61 +214,61 @@ class Bench:
         begins, plain = not self._bases, replace(self._plain, layout=choice.layout)
         try:
             if not begins and choice != plain and choice.layout not in self._bases:
-                with self.entered(plain) as session:
-                    self._bases[choice.layout] = self._look(session)
-            with self.entered(choice) as session:
+                with self.enter(plain) as session:
+                    self._bases[choice.layout] = self._run_first_step(session)
+            with self.enter(choice) as session:
                 began, probes = time.perf_counter(), measurements.probes
-                seen = self._look(session, None if begins else self._bases.get(choice.layout))
+                first_step = self._run_first_step(session, None if begins else self._bases.get(choice.layout))
                 spent = time.perf_counter() - began
                 if begins:
                     self.budget.begin()  # kernels that compile are not measuring
-                left = self.budget.left()
+                seconds_left = self.budget.seconds_left()
                 probed = measurements.probes > probes  # only a first step measures kernels
-                slow = not begins and (left <= 0 or (not probed and spent > max(1.0, left)))
+                slow = not begins and (seconds_left <= 0 or (not probed and spent > max(1.0, seconds_left)))
                 if self.budget.of_first_rank(slow):
                     return Trial(choice, failed=NO_TIME)
                 # The least of two steps where there is time: the first ones may compile.
-                steps = [self._timed(session, choice)]
+                steps = [self._time_step(session, choice)]
                 if self.budget.affords(choice.label, PLENTY):
-                    steps.append(self._timed(session, choice))
-                taken = min(steps)
+                    steps.append(self._time_step(session, choice))
+                seconds = min(steps)
                 if begins:
                     self._needs += sum(
                         _bytes(s.values()) for o in session.optimizers for s in o.state.values()
                     )
             if begins:
-                self._bases[choice.layout], self._plain = seen, choice
+                self._bases[choice.layout], self._plain = first_step, choice
                 self.budget.begin(self.budget.around + (1 + len(steps)) * self.budget.step(choice.label))
-            return Trial(choice, (taken,), *self._errors(choice, seen))
+            return Trial(choice, (seconds,), *self._errors(choice, first_step))
         except (HalfstepError, RuntimeError, TypeError, ValueError) as error:
             return Trial(choice, failed=" ".join(str(error).split())[:200])
 
-    def _errors(self, choice: LevelChoice, seen: FirstStep) -> tuple[float | None, float | None]:
+    def _errors(self, choice: LevelChoice, first_step: FirstStep) -> tuple[float | None, float | None]:
         """Return the distances from the base in the same layout: another one draws another dropout mask."""
         if choice.layout in self._bases:
-            return seen.distance(self._bases[choice.layout])
-        self._bases[choice.layout] = seen
-        far = seen.distance(self._bases[self._plain.layout])
+            return first_step.distance(self._bases[choice.layout])
+        self._bases[choice.layout] = first_step
+        far = first_step.distance(self._bases[self._plain.layout])
         return (None, None) if all(e is None or math.isfinite(e) for e in far) else far
 
-    def _look(self, session: Any, base: FirstStep | None = None) -> FirstStep:
+    def _run_first_step(self, session: Any, base: FirstStep | None = None) -> FirstStep:
         """Step until one is taken, and note what it computed, or how far from a base its gradients are."""
-        seen, result = FirstStep(base=base, home=self._home), None
-        session.early_listeners.append(seen.listen)
+        first_step, result = FirstStep(base=base, home=self._home), None
+        session.early_listeners.append(first_step.listen)
         try:
             for _ in range(SKIPS):
                 result = self.run(session)
                 if session.history and bool(session.history[-1].taken):
                     break
         finally:
-            session.early_listeners.remove(seen.listen)
+            session.early_listeners.remove(first_step.listen)
         if not session.history:
             raise ConfigError("it ends without amp.step(); a step is forward, amp.backward(loss), amp.step()")
         scalars = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor) and t.numel() == 1]
-        seen.loss = float(scalars[0].detach()) if scalars else None
-        return seen
+        first_step.loss = float(scalars[0].detach()) if scalars else None
+        return first_step
 
-    def in_turns(self, trials: Sequence[Trial], rounds: int, steps: int) -> list[Trial]:
+    def time_interleaved(self, trials: Sequence[Trial], rounds: int, steps: int) -> list[Trial]:
         """Add `rounds` timings to each trial, all taking turns; ends early where the budget does."""
         times = [list(trial.seconds) for trial in trials]
         places = range(len(trials))
@@ -276,24 +276,24 @@ class Bench:
             choice = trials[index].choice
             if not self.budget.affords(choice.label, steps + 1):
                 break
-            with self.entered(choice) as session:
+            with self.enter(choice) as session:
                 self.run(session)
-                times[index] += [self._timed(session, choice) for _ in range(steps)]
+                times[index] += [self._time_step(session, choice) for _ in range(steps)]
         times = self.budget.of_first_rank(times)
-        return [replace(trial, seconds=tuple(seen)) for trial, seen in zip(trials, times)]
+        return [replace(trial, seconds=tuple(seconds)) for trial, seconds in zip(trials, times)]
 
     def profile(self, choice: LevelChoice) -> StepTimes:
         """Return where a step's time goes under `choice`."""
-        with self.entered(choice) as session:
+        with self.enter(choice) as session:
             self.run(session)
             return step_times(lambda: self.run(session), self.models)
 
-    def _timed(self, session: Any, choice: LevelChoice) -> float:
+    def _time_step(self, session: Any, choice: LevelChoice) -> float:
         began, started = time.perf_counter(), self._clock()
         self.run(session)
-        taken = self._clock() - started
+        seconds = self._clock() - started
         self.budget.saw(choice.label, time.perf_counter() - began)
-        return taken
+        return seconds
 
 
 def together(trials: Sequence[Trial]) -> Trial:
@@ -305,8 +305,8 @@ def together(trials: Sequence[Trial]) -> Trial:
 
 def _worst(errors: Sequence[float | None]) -> float | None:
     """Return the largest, with NaN above all."""
-    known = [e for e in errors if e is not None]
-    return max(known, key=lambda e: float("inf") if e != e else e, default=None)
+    numbers = [e for e in errors if e is not None]
+    return max(numbers, key=lambda e: float("inf") if e != e else e, default=None)
 
 
 #: Bytes that training with a copy of the weights and of the gradients may take for one of the weights. Where
@@ -329,8 +329,8 @@ def _free(device: torch.device) -> float:
         except RuntimeError:  # a backend without it
             return math.inf
     info = Path("/proc/meminfo")
-    found = re.search(r"MemAvailable:\s+(\d+) kB", info.read_text()) if info.exists() else None
-    return int(found[1]) * 1024 if found else math.inf
+    match = re.search(r"MemAvailable:\s+(\d+) kB", info.read_text()) if info.exists() else None
+    return int(match[1]) * 1024 if match else math.inf
 
 
 def clock_of(device: torch.device) -> Callable[[], float]:

@@ -22,7 +22,7 @@ from halfstep.policy.ops import Rule
 from halfstep.policy.plan import Plan, PlanRule
 from halfstep.torch_private import pytree
 from halfstep.tuning.engine import clock_of
-from halfstep.tuning.op_times import StepTimes, hooked, paths_of
+from halfstep.tuning.op_times import StepTimes, hook_forwards, paths_of
 
 Flow = dict[tuple[str, str], int]
 """Elements handed from one module to another in a forward pass."""
@@ -38,34 +38,34 @@ LEAST = 0.002
 
 def flow_of(step: Callable[[], Any], models: Sequence[nn.Module], nodes: Iterable[str]) -> Flow:
     """Run `step` once and count the floating elements that pass between modules whose path is in `nodes`."""
-    wanted = set(nodes)
-    made: dict[int, str] = {}
-    taken: dict[int, list[str]] = defaultdict(list)
-    kept: list[Tensor] = []  # while they live, an id names one tensor
+    node_set = set(nodes)
+    maker_paths: dict[int, str] = {}
+    taker_paths: dict[int, list[str]] = defaultdict(list)
+    live_tensors: list[Tensor] = []  # while they live, an id names one tensor
     outside: dict[int, str] = {}
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> None:
         for tensor in _floats((args, kwargs)):
-            kept.append(tensor)
+            live_tensors.append(tensor)
             outside.setdefault(id(tensor), paths[module])
-            if paths[module] in wanted:
-                taken[id(tensor)].append(paths[module])
+            if paths[module] in node_set:
+                taker_paths[id(tensor)].append(paths[module])
 
     def after(module: nn.Module, args: Any, output: Any) -> None:
         for tensor in _floats(output):
-            kept.append(tensor)
-            if paths[module] in wanted:
-                made.setdefault(id(tensor), paths[module])
+            live_tensors.append(tensor)
+            if paths[module] in node_set:
+                maker_paths.setdefault(id(tensor), paths[module])
 
     paths = paths_of(models)
-    with hooked(paths, before, after):
+    with hook_forwards(paths, before, after):
         step()
     flow: Flow = defaultdict(int)
-    for tensor, size in {id(tensor): tensor.numel() for tensor in kept}.items():
-        maker = made.get(tensor) or container_of(outside.get(tensor, ""), wanted)
-        takers = [t for t in dict.fromkeys(taken.get(tensor, ())) if t != maker]
-        if not takers and tensor in made:
-            container = container_of(made[tensor], wanted)
+    for tensor, size in {id(tensor): tensor.numel() for tensor in live_tensors}.items():
+        maker = maker_paths.get(tensor) or container_of(outside.get(tensor, ""), node_set)
+        takers = [t for t in dict.fromkeys(taker_paths.get(tensor, ())) if t != maker]
+        if not takers and tensor in maker_paths:
+            container = container_of(maker_paths[tensor], node_set)
             takers = [] if container is None else [container]
         for taker in takers:
             if maker is not None and taker != maker:
@@ -73,11 +73,11 @@ def flow_of(step: Callable[[], Any], models: Sequence[nn.Module], nodes: Iterabl
     return dict(flow)
 
 
-def container_of(path: str, wanted: set[str]) -> str | None:
-    """Return the nearest module above `path` that is in `wanted`, or None."""
+def container_of(path: str, nodes: set[str]) -> str | None:
+    """Return the nearest module above `path` that is in `nodes`, or None."""
     while path:
         path = path.rpartition(".")[0]
-        if path in wanted:
+        if path in nodes:
             return path
     return None
 
@@ -126,8 +126,8 @@ def cheapest(
     graph: Any = networkx.Graph()
     graph.add_nodes_from((_FULL, _LOW))
     paid = defaultdict[tuple[str, str], float](float)
-    for one, other, cost in edges:
-        paid[min(one, other), max(one, other)] += cost
+    for node, neighbour, cost in edges:
+        paid[min(node, neighbour), max(node, neighbour)] += cost
     graph.add_weighted_edges_from(((*pair, cost) for pair, cost in paid.items()), weight="capacity")
     for node, cost in full.items():
         graph.add_edge(node, _LOW, capacity=cost)
@@ -158,13 +158,13 @@ def _rules(
         if labels[path]:
             yield PlanRule(path, rule=Rule.FULL, reason=why)
         else:
-            held = stored.get(path)
-            yield PlanRule(path, rule=Rule.LOW, dtype=None if held is None else held.dtype, reason=why)
+            rule = stored.get(path)
+            yield PlanRule(path, rule=Rule.LOW, dtype=None if rule is None else rule.dtype, reason=why)
 
 
-def _all_below(path: str, chosen: Collection[str], known: Mapping[str, float], above: bool) -> bool:
+def _all_below(path: str, chosen: Collection[str], costs: Mapping[str, float], above: bool) -> bool:
     """Return the label of a module without ops of its own: fp32 where all below is, else what is above."""
-    below = [p for p in known if p.startswith(f"{path}.")]
+    below = [p for p in costs if p.startswith(f"{path}.")]
     return all(p in chosen for p in below) if below else above
 
 

@@ -57,25 +57,25 @@ class StepTimes:
 
     def by_module(self) -> dict[str, float]:
         """Return seconds of each module's own ops, casts left out."""
-        found: dict[str, float] = defaultdict(float)
+        seconds: dict[str, float] = defaultdict(float)
         for op in self.ops:
             if op.op not in (CAST, ACCUMULATE):
-                found[op.module] += op.seconds
-        return dict(found)
+                seconds[op.module] += op.seconds
+        return dict(seconds)
 
 
 @contextmanager
 def without_remarks() -> Generator[None]:
     """Within, what torch's C++ side writes straight to file descriptor 2 is gone: no setting turns it off."""
     sys.stderr.flush()
-    kept = os.dup(2)
+    stderr_copy = os.dup(2)
     sink = os.open(os.devnull, os.O_WRONLY)
     try:
         os.dup2(sink, 2)
         yield
     finally:
-        os.dup2(kept, 2)
-        os.close(kept)
+        os.dup2(stderr_copy, 2)
+        os.close(stderr_copy)
         os.close(sink)
 
 
@@ -89,9 +89,9 @@ def step_times(step: Callable[[], Any], models: Sequence[nn.Module], steps: int 
     for _ in range(steps):
         # acc_events: torch 2.11 else warns where events are read.
         watched = profile(activities=_activities(models), acc_events=True)
-        with _named(models), without_remarks(), watched as session:
+        with _name_forwards(models), without_remarks(), watched as session:
             step()
-        runs.append(_summed(session.events()))
+        runs.append(_sum_events(session.events()))
     keys = {key for run, _ in runs for key in run}
     ops = [OpTime(*key, min(run.get(key, 0.0) for run, _ in runs)) for key in keys]
     ops.sort(key=lambda op: (-op.seconds, op.key))
@@ -100,19 +100,19 @@ def step_times(step: Callable[[], Any], models: Sequence[nn.Module], steps: int 
 
 def paths_of(models: Sequence[nn.Module]) -> dict[nn.Module, str]:
     """The path of every module, without wrappers' names; with the model's number where there are several."""
-    found: dict[nn.Module, str] = {}
+    paths: dict[nn.Module, str] = {}
     for index, model in enumerate(models):
         named = dict(model.named_modules())
         public = fqns(named)
         for path, module in named.items():
             path = public[path]
             whole = ".".join(p for p in (str(index), path) if p) if len(models) > 1 else path
-            found.setdefault(module, whole)
-    return found
+            paths.setdefault(module, whole)
+    return paths
 
 
 @contextmanager
-def hooked(modules: Iterable[nn.Module], before: Any, after: Any) -> Generator[None]:
+def hook_forwards(modules: Iterable[nn.Module], before: Any, after: Any) -> Generator[None]:
     """Within, `before` and `after` are called around the forward of each module."""
     with ExitStack() as stack:
         for module in modules:
@@ -123,7 +123,7 @@ def hooked(modules: Iterable[nn.Module], before: Any, after: Any) -> Generator[N
 
 
 @contextmanager
-def _named(models: Sequence[nn.Module]) -> Generator[None]:
+def _name_forwards(models: Sequence[nn.Module]) -> Generator[None]:
     """Within, every module's forward is a range of the profiler's that carries its path."""
     open_ranges: list[record_function] = []
 
@@ -136,7 +136,7 @@ def _named(models: Sequence[nn.Module]) -> Generator[None]:
         open_ranges.pop().__exit__(None, None, None)
 
     paths = paths_of(models)
-    with hooked(paths, enter, leave):
+    with hook_forwards(paths, enter, leave):
         yield
 
 
@@ -145,9 +145,9 @@ def _activities(models: Iterable[nn.Module]) -> list[ProfilerActivity]:
     return [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if "cuda" in kinds else [])]
 
 
-def _summed(events: Any) -> tuple[dict[Key, float], float]:
+def _sum_events(events: Any) -> tuple[dict[Key, float], float]:
     """Return seconds by key, and the seconds of the step from its first event to its last."""
-    found: dict[Key, float] = defaultdict(float)
+    seconds: dict[Key, float] = defaultdict(float)
     owners: dict[int, Key] = {}
     later: list[Any] = []
     spans = [e.time_range for e in events if not _on_device(e)]
@@ -157,11 +157,11 @@ def _summed(events: Any) -> tuple[dict[Key, float], float]:
         if event.name.startswith(_NODE):
             later.append(event)
         elif not _is_span(event):
-            _forward(event, found, owners)
+            _forward(event, seconds, owners)
     for event in later:
-        _backward(event, found, owners)
+        _backward(event, seconds, owners)
     whole = max(s.end for s in spans) - min(s.start for s in spans) if spans else 0.0
-    return found, whole * 1e-6
+    return seconds, whole * 1e-6
 
 
 def _on_device(event: Any) -> bool:
@@ -173,7 +173,7 @@ def _is_span(event: Any) -> bool:
     return event.scope == _USER
 
 
-def _forward(event: Any, found: dict[Key, float], owners: dict[int, Key]) -> None:
+def _forward(event: Any, seconds: dict[Key, float], owners: dict[int, Key]) -> None:
     name = event.name.rpartition("::")[2]
     module = _module_of(event)
     if module is None:
@@ -183,22 +183,22 @@ def _forward(event: Any, found: dict[Key, float], owners: dict[int, Key]) -> Non
         name, casts = CAST, []
     key = module, name, "forward"
     cast_key = module, CAST, "forward"
-    for one in (event, *_descendants(event)):
-        if one.sequence_nr >= 0:
-            owners[one.sequence_nr] = cast_key if one.name in _CASTS else key
+    for part in (event, *_descendants(event)):
+        if part.sequence_nr >= 0:
+            owners[part.sequence_nr] = cast_key if part.name in _CASTS else key
     spent = sum(map(_seconds, casts))
-    found[key] += max(0.0, _seconds(event) - spent)
+    seconds[key] += max(0.0, _seconds(event) - spent)
     if casts:
-        found[cast_key] += spent
+        seconds[cast_key] += spent
 
 
-def _backward(event: Any, found: dict[Key, float], owners: Mapping[int, Key]) -> None:
+def _backward(event: Any, seconds: dict[Key, float], owners: Mapping[int, Key]) -> None:
     module, name, _ = owners.get(event.sequence_nr, ("", "", ""))
     if "AccumulateGrad" in event.name:
         module, name = "", ACCUMULATE
     elif not name:
         name = event.name.removeprefix(_NODE).removesuffix("0").removesuffix("Backward")
-    found[module, name, "backward"] += _seconds(event)
+    seconds[module, name, "backward"] += _seconds(event)
 
 
 def _seconds(event: Any) -> float:

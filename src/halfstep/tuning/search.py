@@ -64,7 +64,7 @@ class Tuning:
             dtype=None if choice.dtype is None else parse_dtype(choice.dtype),
             layout=choice.layout,
             reason=self.reason,
-            measured=tuple(map(_measured, self.trials)),
+            measured=tuple(map(_as_measured, self.trials)),
         )
         return replace(choice.rules, settings=settings)
 
@@ -75,15 +75,15 @@ class Tuning:
     def __str__(self) -> str:
         lines = [
             f"{row.setting:32} {number(row.milliseconds, '{:,.4g} ms'):>9}  {row.note}"
-            for row in map(_measured, self.trials)
+            for row in map(_as_measured, self.trials)
         ]
         return "\n".join([*lines, self.reason])
 
 
-def _measured(trial: Trial) -> Measured:
+def _as_measured(trial: Trial) -> Measured:
     note = trial.failed or trial.too_far or ""
-    seen = trial.time * 1e3 if trial.seconds else None
-    return Measured(trial.choice.label, seen, trial.loss_error, trial.gradient_error, note)
+    milliseconds = trial.time * 1e3 if trial.seconds else None
+    return Measured(trial.choice.label, milliseconds, trial.loss_error, trial.gradient_error, note)
 
 
 def search(
@@ -135,8 +135,8 @@ def _search(
     if trials[0].failed is not None:
         return trials
     by_module = by_module and trials[0].choice.dtype is None
-    for one in _best(bench, trials, 2) if relayout else ():
-        trials.append(bench.first(replace(one.choice, layout="channels_last")))
+    for trial in _best(bench, trials, 2) if relayout else ():
+        trials.append(bench.first(replace(trial.choice, layout="channels_last")))
     trials = _turns(bench, trials, FIRST_ROUNDS, HOPELESS)
     if by_module:
         trials += [bench.first(choice) for choice in _by_module(bench, trials, device)]
@@ -161,7 +161,7 @@ def _turns(bench: Bench, trials: list[Trial], rounds: int, near: float) -> list[
     chosen = bench.budget.of_first_rank(
         [i for i, t in enumerate(trials) if i == 0 or (t.failed is None and t.time <= near * best)]
     )
-    timed = bench.in_turns([trials[i] for i in chosen], rounds, STEPS)
+    timed = bench.time_interleaved([trials[i] for i in chosen], rounds, STEPS)
     for index, trial in zip(chosen, timed):
         trials[index] = trial
     return trials
@@ -171,16 +171,16 @@ def _by_module(bench: Bench, trials: Sequence[Trial], device: torch.device) -> l
     """Return the fastest 16-bit choice of each level, with fp32 for the modules that are faster in it."""
     if len(bench.models) != 1:
         return []
-    found: list[LevelChoice] = []
+    choices: list[LevelChoice] = []
     for level in ("O1", "O2"):
-        own = [t for t in trials if t.usable and t.choice.level == level and t.choice.dtype]
-        for trial in _best(bench, own, 1):
+        level_trials = [t for t in trials if t.usable and t.choice.level == level and t.choice.dtype]
+        for trial in _best(bench, level_trials, 1):
             if not bench.budget.affords(trial.choice.label, PROFILED):
-                return found
+                return choices
             rules = bench.budget.of_first_rank(_rules_for(bench, trial.choice, device))
             if rules.rules:
-                found.append(replace(trial.choice, rules=rules))
-    return found
+                choices.append(replace(trial.choice, rules=rules))
+    return choices
 
 
 def _rules_for(bench: Bench, choice: LevelChoice, device: torch.device) -> Plan:
@@ -188,7 +188,7 @@ def _rules_for(bench: Bench, choice: LevelChoice, device: torch.device) -> Plan:
     base = LevelChoice("O0", layout=choice.layout)
     full, low = bench.profile(base), bench.profile(choice)
     nodes = {*full.by_module(), *low.by_module()}
-    with bench.entered(base) as session:
+    with bench.enter(base) as session:
         flow = flow_of(lambda: bench.run(session), bench.models, nodes)
     dtype = parse_dtype(choice.dtype)
     cost = cast_cost(device, dtype)

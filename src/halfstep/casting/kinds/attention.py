@@ -49,13 +49,13 @@ def attend(
         v.to(dtype),
         0.0,
         causal,
-        attn_mask=_added(mask, dtype),
+        attn_mask=_additive_mask(mask, dtype),
         scale=scale,
     )
     return out.to(q.dtype), sums
 
 
-def _added(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+def _additive_mask(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     """The mask as the flash kernels add it to the scores: in their dtype, -inf where a boolean one is off."""
     if mask is None or mask.dtype is not torch.bool:
         return None if mask is None else mask.to(dtype)
@@ -68,10 +68,10 @@ def attend_backward(
     """The gradients of query, key and value; `saved`: these three, the output, the logarithms of the sums."""
     *low, sums = saved
     dtype = low[0].dtype
-    given = [grad, *low] if how == "native" else [t.to(F32) for t in (grad, *low)]
-    added = _added(mask, given[0].dtype)
-    found = _flash_backward(*given, sums, 0.0, causal, attn_mask=added, scale=scale)
-    return tuple(g.to(dtype) for g in found)
+    inputs = [grad, *low] if how == "native" else [t.to(F32) for t in (grad, *low)]
+    added = _additive_mask(mask, inputs[0].dtype)
+    grads = _flash_backward(*inputs, sums, 0.0, causal, attn_mask=added, scale=scale)
+    return tuple(g.to(dtype) for g in grads)
 
 
 class Attention(torch.autograd.Function):
@@ -106,10 +106,10 @@ class Attention(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> Grads:
         """Return all three gradients, by one kernel: the direction `input` says which."""
         q, k, v, out, sums, *mask = ctx.saved_tensors
-        given = mask[0] if mask else None
+        attn_mask = mask[0] if mask else None
         with no_autocast():
             grads = attend_backward(
-                ctx.choice.input, grad_outputs[0], (q, k, v, out, sums), given, ctx.causal, ctx.scale
+                ctx.choice.input, grad_outputs[0], (q, k, v, out, sums), attn_mask, ctx.causal, ctx.scale
             )
         return *grads, None, None, None, None
 

@@ -87,10 +87,10 @@ def sums_in_fp32(dtype: torch.dtype) -> bool:
     bits, and are slower than fp32.
     """
     image, weight = (torch.ones(n, 1, 1, dtype=dtype, device="cpu") for n in (4096, 1))
-    found = _aten.convolution_backward(
+    grads = _aten.convolution_backward(
         image, image, weight, None, (1,), (0,), (1,), False, (0,), 1, [False, True, False]
     )
-    return found[1].item() == 4096
+    return grads[1].item() == 4096
 
 
 def _widens(how: str, dtype: torch.dtype) -> bool:
@@ -99,13 +99,13 @@ def _widens(how: str, dtype: torch.dtype) -> bool:
 
 def convolve(how: str, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry) -> Tensor:
     """Return the convolution, rounded once."""
-    dtype, given = x.dtype, x
+    dtype, original = x.dtype, x
     if _widens(how, dtype):
         x, weight = x.to(F32), weight.to(F32)
         bias = None if bias is None else bias.to(F32)
     if how.endswith("channels_last"):
         out = _aten.convolution(_last(x), _last(weight), bias, *geometry)
-        return _as_given(out.to(dtype), given)
+        return _as_given(out.to(dtype), original)
     return _aten.convolution(x, weight, bias, *geometry).to(dtype)
 
 
@@ -118,16 +118,16 @@ def convolve_backward(
     get no gradient of zeros where these are differentiated again.
     """
     x, weight = x if mask[1] else x.detach(), weight if mask[0] else weight.detach()
-    dtype, given = x.dtype, x
+    dtype, original = x.dtype, x
     if _widens(how, dtype):
         grad, x, weight = grad.to(F32), x.to(F32), weight.to(F32)
     last = how.endswith("channels_last")
     if last:
         grad, x, weight = _last(grad), _last(x), _last(weight)
     sizes = [grad.shape[1]] if mask[2] else None
-    found = _aten.convolution_backward(grad, x, weight, sizes, *geometry, mask)
-    out = [t.to(dtype) if wanted else None for t, wanted in zip(found, mask, strict=True)]
-    return tuple(_as_given(t, given) if last and t is not None else t for t in out)
+    grads = _aten.convolution_backward(grad, x, weight, sizes, *geometry, mask)
+    out = [t.to(dtype) if need else None for t, need in zip(grads, mask, strict=True)]
+    return tuple(_as_given(t, original) if last and t is not None else t for t in out)
 
 
 class Convolution(torch.autograd.Function):
@@ -218,11 +218,11 @@ def _layer(cls: OpClass) -> tuple[Callable[..., Tensor], list[Tensor]]:
 
 
 def _each(value: Any, dims: int) -> tuple[int, ...]:
-    given = tuple(value) if isinstance(value, (list, tuple)) else (value,)
-    return given * dims if len(given) == 1 else given
+    values = tuple(value) if isinstance(value, (list, tuple)) else (value,)
+    return values * dims if len(values) == 1 else values
 
 
-def _forward_geometry(args: Args, dims: int) -> Geometry | None:
+def _read_forward_geometry(args: Args, dims: int) -> Geometry | None:
     """conv1d, conv2d, conv3d: stride, padding (words too), dilation, groups."""
     stride, padding, dilation = (argument(args, i, d) for i, d in ((3, 1), (4, 0), (5, 1)))
     dilation = _each(dilation, dims)
@@ -233,18 +233,18 @@ def _forward_geometry(args: Args, dims: int) -> Geometry | None:
         if any(span % 2 for span in spans):
             return None
         padding = tuple(span // 2 for span in spans)
-    given = _each(stride, dims), _each(padding, dims), dilation
-    return Geometry(*given, False, (0,) * dims, argument(args, 6, 1))
+    spatial_args = _each(stride, dims), _each(padding, dims), dilation
+    return Geometry(*spatial_args, False, (0,) * dims, argument(args, 6, 1))
 
 
-def _transposed_geometry(args: Args, dims: int) -> Geometry:
+def _read_transposed_geometry(args: Args, dims: int) -> Geometry:
     """conv_transpose1d to 3d: stride, padding, output padding, groups, dilation."""
     stride, padding, extra, dilation = (argument(args, i, d) for i, d in ((3, 1), (4, 0), (5, 0), (7, 1)))
-    given = _each(stride, dims), _each(padding, dims), _each(dilation, dims)
-    return Geometry(*given, True, _each(extra, dims), argument(args, 6, 1))
+    spatial_args = _each(stride, dims), _each(padding, dims), _each(dilation, dims)
+    return Geometry(*spatial_args, True, _each(extra, dims), argument(args, 6, 1))
 
 
-def _full_geometry(args: Args, dims: int) -> Geometry:
+def _read_full_geometry(args: Args, dims: int) -> Geometry:
     """convolution and _convolution, which name everything."""
     stride, padding, dilation, extra = (_each(args[i], dims) for i in (3, 4, 5, 7))
     return Geometry(stride, padding, dilation, args[6], extra, args[8])
@@ -266,12 +266,12 @@ def _convolution(
             return None
 
         def run(choice: Choice, low: Args, _: Mapping[str, Any]) -> Any:
-            given = low[0].unsqueeze(0) if single else low[0]
+            batch = low[0].unsqueeze(0) if single else low[0]
             bias = low[2] if len(low) > 2 else None
             if torch.is_grad_enabled():
-                out = Convolution.apply(given, low[1], bias, geometry, choice)
+                out = Convolution.apply(batch, low[1], bias, geometry, choice)
             else:
-                out = convolve(choice.forward, given, low[1], bias, geometry)
+                out = convolve(choice.forward, batch, low[1], bias, geometry)
             return out.squeeze(0) if single else out
 
         positions = x.numel() / x.shape[0 if single else 1]
@@ -311,13 +311,15 @@ def _layout(x: Tensor) -> str:
 
 
 def _readers() -> dict[str, Reader]:
-    full = _convolution(_full_geometry)
-    found = dict.fromkeys(("aten::convolution", "aten::_convolution", "aten::_convolution.deprecated"), full)
+    full = _convolution(_read_full_geometry)
+    readers = dict.fromkeys(
+        ("aten::convolution", "aten::_convolution", "aten::_convolution.deprecated"), full
+    )
     for dims in (1, 2, 3):
-        ahead, back = _convolution(_forward_geometry), _convolution(_transposed_geometry)
-        found |= dict.fromkeys((f"aten::conv{dims}d", f"aten::conv{dims}d.padding"), ahead)
-        found |= dict.fromkeys((f"aten::conv_transpose{dims}d", f"aten::conv_transpose{dims}d.input"), back)
-    return found
+        ahead, back = _convolution(_read_forward_geometry), _convolution(_read_transposed_geometry)
+        readers |= dict.fromkeys((f"aten::conv{dims}d", f"aten::conv{dims}d.padding"), ahead)
+        readers |= dict.fromkeys((f"aten::conv_transpose{dims}d", f"aten::conv_transpose{dims}d.input"), back)
+    return readers
 
 
 CONVOLUTION = Kind(

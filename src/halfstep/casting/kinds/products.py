@@ -187,7 +187,7 @@ def _thin(rows: int) -> str:
     return "thin" if rows < 8 else "plain"
 
 
-def _multiplied(choice: Choice, a: Tensor, b: Tensor) -> Tensor:
+def _multiply(choice: Choice, a: Tensor, b: Tensor) -> Tensor:
     if not torch.is_grad_enabled():
         return product(choice.forward, a, b, a.dtype)
     return Product.apply(a, b, choice)
@@ -204,8 +204,8 @@ def _read_product(args: Args, kwargs: Mapping[str, Any]) -> OpCall | None:
 
         def run_rows(choice: Choice, low: Args, _: Mapping[str, Any]) -> Any:
             if low[0].dim() == 2:
-                return _multiplied(choice, low[0], low[1])
-            out = _multiplied(choice, low[0].reshape(-1, k), low[1])
+                return _multiply(choice, low[0], low[1])
+            out = _multiply(choice, low[0].reshape(-1, k), low[1])
             return out.reshape(*low[0].shape[:-1], m)
 
         return OpCall("linear", _thin(rows), rows * k * m, needs_of(a, b), run_rows)
@@ -216,10 +216,10 @@ def _read_product(args: Args, kwargs: Mapping[str, Any]) -> OpCall | None:
 
     def run_batch(choice: Choice, low: Args, _: Mapping[str, Any]) -> Any:
         if low[0].dim() == low[1].dim() == 3 and low[0].shape[0] == low[1].shape[0]:
-            return _multiplied(choice, low[0], low[1])
+            return _multiply(choice, low[0], low[1])
         left = low[0].expand(*batch, n, k).reshape(-1, n, k)
         right = low[1].expand(*batch, k, m).reshape(-1, k, m)
-        return _multiplied(choice, left, right).reshape(*batch, n, m)
+        return _multiply(choice, left, right).reshape(*batch, n, m)
 
     geometry = "matrices up to 64" if n * k * m <= 64**3 else "matrices over 64"
     return OpCall("bmm", geometry, math.prod(batch) * n * k * m, needs_of(a, b), run_batch)

@@ -69,7 +69,7 @@ def properties(opt_level: str, **overrides: Any) -> Properties:
     chosen = OPT_LEVELS[opt_level]
     for name, value in overrides.items():
         if value is not None:
-            chosen = replace(chosen, **{name: _checked(opt_level, name, value)})
+            chosen = replace(chosen, **{name: _check_option(opt_level, name, value)})
     return chosen
 
 
@@ -79,7 +79,7 @@ _SENSELESS_AT_O1 = {
 }
 
 
-def _checked(level: str, name: str, value: Any) -> Any:
+def _check_option(level: str, name: str, value: Any) -> Any:
     """An option's value as it is kept; AmpError where it does not fit the level."""
     if level == "O1" and name in _SENSELESS_AT_O1:
         raise AmpError(f"{_SENSELESS_AT_O1[name]}, given {value!r}")
@@ -153,10 +153,10 @@ class AmpState:
             raise AmpError(f"this {type(optimizer).__name__} did not come from amp.initialize")
         return self.accounts[optimizer]
 
-    def take_down(self, kept: int = 0) -> None:
-        """Undo all but so many of the first things."""
-        late = self.undo[kept:]
-        del self.undo[kept:]
+    def take_down(self, count: int = 0) -> None:
+        """Undo all but the first `count` things."""
+        late = self.undo[count:]
+        del self.undo[count:]
         for undo in late:
             undo()
 
@@ -204,11 +204,11 @@ class Account:
         """Unscale the new gradients and add the earlier ones; a flag: some new ones are not finite."""
         self.scaled = False
         parameters = self._parameters()
-        found = unscale_([p.grad for p in parameters], inv_scale)
+        found_inf = unscale_([p.grad for p in parameters], inv_scale)
         for p in parameters:
             if (before := self._aside.pop(p, None)) is not None:
                 p.grad = before if p.grad is None else p.grad + before
-        return found
+        return found_inf
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if any(value is not None for value in (*args[1:], *kwargs.values())):
@@ -230,8 +230,8 @@ def cast_batches(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) 
     """Forward pre-hook (with kwargs): batches of the user's own class are cast by their own `to(dtype)`."""
 
     def cast(leaf: Any) -> Any:
-        own = not isinstance(leaf, Tensor | nn.Module) and callable(getattr(leaf, "to", None))
-        return leaf.to(dtype) if own else leaf
+        has_to = not isinstance(leaf, Tensor | nn.Module) and callable(getattr(leaf, "to", None))
+        return leaf.to(dtype) if has_to else leaf
 
     return pytree.tree_map(cast, (args, kwargs))
 

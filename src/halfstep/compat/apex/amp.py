@@ -32,7 +32,7 @@ from halfstep.compat.apex._state import (
 )
 from halfstep.compat.torch_amp import runs_natively
 from halfstep.convert.conversion import convert
-from halfstep.convert.hooks import CastOutputs, InRegion, Power
+from halfstep.convert.hooks import CastOutputs, HookSwitch, RunInAutocast
 from halfstep.distributed import all_ranks
 from halfstep.errors import ConfigError, warn
 from halfstep.optim import MasterWeights
@@ -74,8 +74,8 @@ def _casting(fn: F, dtype: torch.dtype | None) -> F:
         acts = _amp_state.region is not None and active_policy(_amp_state.device) is not None
         if not acts or not dtypes:
             return fn(*args, **kwargs)
-        wanted = functools.reduce(torch.promote_types, dtypes) if dtype is None else dtype
-        return fn(*cast_floats(args, wanted), **cast_floats(kwargs, wanted))
+        target = functools.reduce(torch.promote_types, dtypes) if dtype is None else dtype
+        return fn(*cast_floats(args, target), **cast_floats(kwargs, target))
 
     return cast(F, wrapper)
 
@@ -148,13 +148,13 @@ def initialize(
         LossScaler(chosen.loss_scale, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale)
         for _ in range(num_losses)
     ]
-    given = _as_models(models), _as_optimizers(optimizers)
-    _check(*given, state)
-    state.begin(chosen, given[0])
+    lists = _as_models(models), _as_optimizers(optimizers)
+    _check(*lists, state)
+    state.begin(chosen, lists[0])
     state.loss_scalers = scalers
     before = len(state.undo)
     try:
-        _apply(*given, chosen, cast_model_outputs, state)
+        _apply(*lists, chosen, cast_model_outputs, state)
     except Exception:
         state.take_down(before)
         raise
@@ -173,10 +173,10 @@ def _as_optimizers(optimizers: Any) -> list[torch.optim.Optimizer]:
     if optimizers is None:
         return []
     listed = cast(list[Any], optimizers if isinstance(optimizers, list) else [optimizers])
-    for one in listed:
-        if type(one).__name__ == "FP16_Optimizer":
+    for optimizer in listed:
+        if type(optimizer).__name__ == "FP16_Optimizer":
             raise AmpError("pass the bare optimizer to amp.initialize, not an FP16_Optimizer around it")
-        if not isinstance(one, torch.optim.Optimizer):
+        if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError("optimizers must be either a single optimizer or a list of optimizers")
     return listed
 
@@ -217,7 +217,7 @@ def _apply(
             state.keep(model.register_forward_pre_hook(batches, prepend=True, with_kwargs=True))
             state.keep(*_spare_slow_kernels(model, dtype, state.device))
         if isinstance(dtype, torch.dtype) or outputs is not None:
-            state.keep(model.register_forward_hook(CastOutputs(Power(), outputs or torch.float32)))
+            state.keep(model.register_forward_hook(CastOutputs(HookSwitch(), outputs or torch.float32)))
     for optimizer in optimizers:
         account = state.open_account(optimizer)
         if chosen.master_weights:
@@ -242,16 +242,16 @@ def _spare_slow_kernels(model: nn.Module, dtype: torch.dtype, device: str) -> li
         return []
     policy = Policy(compute_dtype=dtype, table="apex")
     policy = policy.with_rules(keep=[name for name, row in policy.rows().items() if row.rule is not Rule.LOW])
-    return InRegion(Power(), policy).attach(model)
+    return RunInAutocast(HookSwitch(), policy).attach(model)
 
 
 def _plan(chosen: Properties, dtype: torch.dtype) -> Plan:
     rules = [PlanRule("**", dtype=dtype, reason=f"{chosen.opt_level}: cast_model_type")]
     if chosen.keep_batchnorm_fp32 and dtype != torch.float32:
-        kept = PlanRule(
+        norm_rule = PlanRule(
             "type:_BatchNorm", torch.float32, reason="keep_batchnorm_fp32", required=False, output=dtype
         )
-        rules.append(kept)
+        rules.append(norm_rule)
     return Plan(tuple(rules))
 
 
@@ -300,14 +300,16 @@ def scale_loss(
 def _check_overflow(
     scaler: LossScaler, loss_id: int, accounts: list[Account], flags: list[Tensor], state: AmpState
 ) -> None:
-    found = bool(all_ranks(torch.stack([flag.to(state.device) for flag in flags]).any())) if flags else False
-    if scaler.update(found):
+    found_inf = (
+        bool(all_ranks(torch.stack([flag.to(state.device) for flag in flags]).any())) if flags else False
+    )
+    if scaler.update(found_inf):
         new = scaler.loss_scale()
         for account in accounts:
             account.skip = (
                 f"Gradient overflow.  Skipping step, loss scaler {loss_id} reducing loss scale to {new}"
             )
-    elif found:
+    elif found_inf:
         warn(
             "gradients hold inf or NaN and the loss scale is static, so the step is taken; "
             "use loss_scale='dynamic' to skip such steps"

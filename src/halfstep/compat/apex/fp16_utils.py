@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from halfstep.compat.apex._state import LossScaler as AmpScaler
 from halfstep.convert.conversion import convert
-from halfstep.convert.hooks import CastInputs, Power
+from halfstep.convert.hooks import CastInputs, HookSwitch
 from halfstep.distributed import all_ranks
 from halfstep.errors import CheckpointError, UnsupportedError, show
 from halfstep.optim import MasterWeights
@@ -52,7 +52,7 @@ def network_to_half(network: nn.Module) -> nn.Module:
         PlanRule("type:_BatchNorm", dtype=torch.float32, reason=why, required=False, output=half),
     )
     convert(network, Plan(rules), half)
-    network.register_forward_pre_hook(CastInputs(Power(), half), with_kwargs=True)
+    network.register_forward_pre_hook(CastInputs(HookSwitch(), half), with_kwargs=True)
     return network
 
 
@@ -65,7 +65,7 @@ def _of_inner(name: str, says: str) -> Any:
     return property(lambda self: getattr(self.optimizer, name), set_inside, doc=says)
 
 
-def _joined(groups: str) -> Any:
+def _flatten(groups: str) -> Any:
     """Lists by group in one list."""
     return property(
         lambda self: [p for group in getattr(self, groups) for p in group], doc=f"`{groups}` in one."
@@ -128,8 +128,8 @@ class FP16_Optimizer:
     state = _of_inner("state", "The inner optimizer's state; may be set.")
 
     def _groups(self, with_master: bool) -> list[list[Tensor]]:
-        own = {id(master) for _, master in self.masters.pairs()}
-        return [[p for p in g["params"] if (id(p) in own) == with_master] for g in self.param_groups]
+        master_ids = {id(master) for _, master in self.masters.pairs()}
+        return [[p for p in g["params"] if (id(p) in master_ids) == with_master] for g in self.param_groups]
 
     @property
     def fp16_groups(self) -> list[list[Tensor]]:
@@ -146,9 +146,9 @@ class FP16_Optimizer:
         """The parameters of each group that are fp32 themselves and get gradients."""
         return [[p for p in group if p.requires_grad] for group in self._groups(False)]
 
-    all_fp16_params = _joined("fp16_groups")
-    all_fp32_from_fp16_params = _joined("fp32_from_fp16_groups")
-    all_fp32_from_fp32_params = _joined("fp32_from_fp32_groups")
+    all_fp16_params = _flatten("fp16_groups")
+    all_fp32_from_fp16_params = _flatten("fp32_from_fp16_groups")
+    all_fp32_from_fp32_params = _flatten("fp32_from_fp32_groups")
 
     def maybe_print(self, msg: str) -> None:
         """Print, where verbose."""
@@ -214,7 +214,7 @@ class FP16_Optimizer:
         return self.optimizer.step()
 
     def _step_with(self, closure: Callable[[], Any]) -> Any:
-        def called() -> Any:
+        def closure_until_finite() -> Any:
             if not self.first_closure_call_this_step:
                 self.masters.write_back()  # the optimizer may have moved the masters since the last call
             self.first_closure_call_this_step = False
@@ -225,7 +225,7 @@ class FP16_Optimizer:
             return loss
 
         try:
-            return self.optimizer.step(called)
+            return self.optimizer.step(closure_until_finite)
         finally:
             self.first_closure_call_this_step = True
 
@@ -256,11 +256,11 @@ class FP16_Optimizer:
         Raises:
             CheckpointError: masters of other parameters, or a scaler that is none; nothing is changed then.
         """
-        scaler, dynamic = saved_scaler(state_dict["loss_scaler"]), state_dict["dynamic_loss_scale"]
+        scaler, dynamic = read_scaler(state_dict["loss_scaler"]), state_dict["dynamic_loss_scale"]
         inner = dict(state_dict["optimizer_state_dict"])
         if "fp32_from_fp16" in state_dict:
             names = {id(master): name for name, master in self.masters.named()}
-            values = saved_masters(state_dict["fp32_from_fp16"], self.fp32_from_fp16_groups)
+            values = read_masters(state_dict["fp32_from_fp16"], self.fp32_from_fp16_groups)
             present = self.masters.state_dict() if len(values) < len(names) else {}
             inner["masters"] = {**present, **{names[id(p)]: saved for p, saved in values}}
         self.optimizer.load_state_dict(inner)
@@ -422,7 +422,7 @@ class DynamicLossScaler(LossScaler):
         self.value = self.value.adjust(not overflow)
 
 
-def saved_scaler(saved: Any) -> LossScale | tuple[float, int]:
+def read_scaler(saved: Any) -> LossScale | tuple[float, int]:
     """Our loss scale, or (scale, clean passes) of the object that Apex pickles.
 
     Raises:
@@ -436,7 +436,7 @@ def saved_scaler(saved: Any) -> LossScale | tuple[float, int]:
     return float(scale), int(getattr(saved, "_unskipped", 0))
 
 
-def saved_masters(saved: Any, groups: Sequence[Sequence[Tensor]]) -> list[tuple[Tensor, Tensor]]:
+def read_masters(saved: Any, groups: Sequence[Sequence[Tensor]]) -> list[tuple[Tensor, Tensor]]:
     """Each master with its saved value, of `fp32_from_fp16`; Apex keeps none for what has no gradient.
 
     Raises:
@@ -451,10 +451,12 @@ def saved_masters(saved: Any, groups: Sequence[Sequence[Tensor]]) -> list[tuple[
     for number, (values, masters) in enumerate(zip(saved, groups)):
         trained = [master for master in masters if master.requires_grad]
         mine = masters if len(values) == len(masters) else trained
-        given, own = [list(value.shape) for value in values], [list(master.shape) for master in mine]
-        if given != own:
+        saved_shapes = [list(value.shape) for value in values]
+        shapes = [list(master.shape) for master in mine]
+        if saved_shapes != shapes:
             raise CheckpointError(
-                f"fp32_from_fp16[{number}] has masters of shapes {show(given)}, the optimizer {show(own)}"
+                f"fp32_from_fp16[{number}] has masters of shapes {show(saved_shapes)}, "
+                f"the optimizer {show(shapes)}"
             )
         pairs += zip(mine, values)
     return pairs

@@ -65,8 +65,8 @@ class _AsInApex(torch.optim.Optimizer):
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {name: value for name, value in vars(self).items() if name in _OPTIONS}
-        return {**super().__getstate__(), **own}
+        options = {name: value for name, value in vars(self).items() if name in _OPTIONS}
+        return {**super().__getstate__(), **options}
 
 
 class FusedAdam(_AsInApex, AdamW):
@@ -184,9 +184,9 @@ class _InPlainOps(_AsInApex):
                     continue
                 if p.grad.is_sparse:
                     raise UnsupportedError(f"{type(self).__name__} does not support sparse gradients")
-                p.copy_(self._updated(group, p, p.float(), p.grad.float()))
+                p.copy_(self._new_weight(group, p, p.float(), p.grad.float()))
 
-    def _updated(self, group: dict[str, Any], p: Tensor, weight: Tensor, grad: Tensor) -> Tensor:
+    def _new_weight(self, group: dict[str, Any], p: Tensor, weight: Tensor, grad: Tensor) -> Tensor:
         """The weight, in fp32, after a step with this gradient."""
         raise NotImplementedError
 
@@ -303,7 +303,7 @@ class FusedAdagrad(_InPlainOps):
         self.set_grad_none, self.adagrad_w_mode = set_grad_none, bool(adagrad_w_mode)
         super().__init__(params, {"lr": lr, "eps": eps, "weight_decay": weight_decay})
 
-    def _updated(self, group: dict[str, Any], p: Tensor, weight: Tensor, grad: Tensor) -> Tensor:
+    def _new_weight(self, group: dict[str, Any], p: Tensor, weight: Tensor, grad: Tensor) -> Tensor:
         total = self.state[p].setdefault("sum", torch.zeros_like(weight))
         decay = group["weight_decay"]
         grad = grad if self.adagrad_w_mode else grad + decay * weight
@@ -345,7 +345,7 @@ class FusedNovoGrad(_InPlainOps):
         more = {"grad_averaging": grad_averaging, "norm_type": norm_type, "init_zero": init_zero}
         super().__init__(params, {**defaults, "weight_decay": weight_decay, **more})
 
-    def _updated(self, group: dict[str, Any], p: Tensor, weight: Tensor, grad: Tensor) -> Tensor:
+    def _new_weight(self, group: dict[str, Any], p: Tensor, weight: Tensor, grad: Tensor) -> Tensor:
         state, (beta1, beta2), decay = self.state[p], group["betas"], group["weight_decay"]
         squares = group["norm_type"] == 2
         norm = torch.linalg.vector_norm(grad, 2 if squares else float("inf"))

@@ -60,33 +60,33 @@ def value_and_grad(
             that the call has no argument for, or none at all.
     """
     _check_what(fn, grad_position, weights, has_aux)
-    told = has_aux
+    warned = has_aux
 
     @functools.wraps(fn)
     def value_and_gradients(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        nonlocal told
+        nonlocal warned
         positions = () if grad_position is None else grad_position
         positions = (positions,) if isinstance(positions, int) else tuple(positions)
         by_weight = (
             [] if weights is None else [weights] if isinstance(weights, torch.Tensor) else list(weights)
         )
-        given = list(args)
+        inputs = list(args)
         if not positions and not by_weight:
             raise UnsupportedError(
                 "value_and_grad got no position and no weight: nothing to differentiate by"
             )
         for i in positions:
-            if not 0 <= i < len(given):
+            if not 0 <= i < len(inputs):
                 raise UnsupportedError(
-                    f"value_and_grad is to differentiate by argument {i}, but the call gave {len(given)} by "
+                    f"value_and_grad is to differentiate by argument {i}, but the call gave {len(inputs)} by "
                     "position"
                 )
-            given[i] = _differentiable(args[i], i)
+            inputs[i] = _differentiable(args[i], i)
         with torch.enable_grad():
-            outputs = fn(*given, **kwargs)
-            counted = _differentiated(outputs, has_aux)
-            told = told or _tell_of_more(getattr(fn, "__name__", type(fn).__name__), counted)
-        grads = gradients_of(counted, [*(given[i] for i in positions), *by_weight])
+            outputs = fn(*inputs, **kwargs)
+            counted = _select_outputs(outputs, has_aux)
+            warned = warned or _tell_of_more(getattr(fn, "__name__", type(fn).__name__), counted)
+        grads = gradients_of(counted, [*(inputs[i] for i in positions), *by_weight])
         of_inputs = _one_or_all(grads[: len(positions)], len(positions) == 1)
         of_weights = _one_or_all(grads[len(positions) :], isinstance(weights, torch.Tensor))
         chosen = of_weights if grad_position is None else of_inputs
@@ -108,16 +108,16 @@ def _check_what(fn: Any, grad_position: Any, weights: Any, has_aux: Any) -> None
         check_kind("value_and_grad", "grad_position", position, int, type(None))
 
 
-def _differentiable(given: Any, position: int) -> Tensor:
-    if not isinstance(given, torch.Tensor) or not given.is_floating_point():
-        kind = given.dtype if isinstance(given, torch.Tensor) else type(given).__name__
+def _differentiable(argument: Any, position: int) -> Tensor:
+    if not isinstance(argument, torch.Tensor) or not argument.is_floating_point():
+        kind = argument.dtype if isinstance(argument, torch.Tensor) else type(argument).__name__
         raise UnsupportedError(
             f"value_and_grad is to differentiate by argument {position}, which is {kind}: give a floating "
             "tensor (x.astype(ms.float32)), or name other positions"
         )
-    found = as_tensor(given.detach())
-    found.requires_grad_()
-    return found
+    leaf = as_tensor(argument.detach())
+    leaf.requires_grad_()
+    return leaf
 
 
 def _tell_of_more(name: str, counted: list[torch.Tensor]) -> bool:
@@ -132,7 +132,7 @@ def _tell_of_more(name: str, counted: list[torch.Tensor]) -> bool:
     return True
 
 
-def _differentiated(outputs: Any, has_aux: bool) -> list[torch.Tensor]:
+def _select_outputs(outputs: Any, has_aux: bool) -> list[torch.Tensor]:
     if has_aux:
         if not isinstance(outputs, tuple | list) or len(outputs) < 2:
             raise ValueError("When has_aux is True, origin fn requires more than one outputs.")
@@ -144,8 +144,8 @@ def _differentiated(outputs: Any, has_aux: bool) -> list[torch.Tensor]:
 def gradients_of(outputs: list[torch.Tensor], inputs: list[torch.Tensor], factors: Any = None) -> Any:
     """Gradients of the outputs' sum, each times its factor; zeros for what has no influence."""
     ones = [torch.ones_like(t) for t in outputs] if factors is None else factors
-    found: Any = torch.autograd.grad(outputs, inputs, ones, allow_unused=True) if outputs else ()
-    pairs = zip(inputs, found or (None,) * len(inputs))
+    grads: Any = torch.autograd.grad(outputs, inputs, ones, allow_unused=True) if outputs else ()
+    pairs = zip(inputs, grads or (None,) * len(inputs))
     return tuple(as_tensor(torch.zeros_like(t) if g is None else g).detach() for t, g in pairs)
 
 
@@ -161,8 +161,8 @@ def signature_of(takes: Mapping[str, Any], by_name: Collection[str] = ()) -> ins
     )
 
 
-def _one_or_all(grads: tuple[Tensor, ...], one: bool) -> Any:
-    return grads[0] if one else grads
+def _one_or_all(grads: tuple[Tensor, ...], single: bool) -> Any:
+    return grads[0] if single else grads
 
 
 def grad(

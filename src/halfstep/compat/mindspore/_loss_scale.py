@@ -60,11 +60,11 @@ class WindowLossScale(LossScale):
         scale, counter = self.tensor(flag.device), torch.as_tensor(self.counter, device=flag.device)
         grown = scale * self.factor
         grown = torch.where(torch.isfinite(grown), grown, scale)
-        kept = torch.where(counter == self.window - 1, grown, scale)
+        scale_if_finite = torch.where(counter == self.window - 1, grown, scale)
         shrunk = (scale / self.factor).clamp(min=1.0)
         return replace(
             self,
-            current=torch.where(flag, kept, shrunk),
+            current=torch.where(flag, scale_if_finite, shrunk),
             counter=torch.where(flag, (counter + 1) % self.window, 0).to(torch.int32),
         )
 

@@ -33,7 +33,7 @@ from halfstep.compat.mindspore._tensor import Tensor, as_tensor, check_kind
 from halfstep.compat.mindspore.dtype import bfloat16, float16, float32
 from halfstep.compat.mindspore.nn._training import TrainOneStepWithGroupScalesCell
 from halfstep.convert.conversion import convert
-from halfstep.convert.hooks import CastOutputs, InRegion, Power, own_dtype
+from halfstep.convert.hooks import CastOutputs, HookSwitch, RunInAutocast, own_dtype
 from halfstep.errors import ConfigError, warn
 from halfstep.policy.ops import Rule
 from halfstep.policy.plan import Plan, PlanRule
@@ -180,9 +180,9 @@ def custom_mixed_precision(
     name, kinds = ("white_list", white_list) if black_list is None else ("black_list", black_list)
     _check_list(name, kinds)
     assert kinds is not None
-    said = f"a {name.replace('_', ' ')}"
-    _forget_earlier(network, said)
-    (_run_low if black_list is None else _run_low_but)(network, kinds, dtype, said)
+    level = f"a {name.replace('_', ' ')}"
+    _forget_earlier(network, level)
+    (_run_low if black_list is None else _run_low_but)(network, kinds, dtype, level)
     return network
 
 
@@ -191,9 +191,9 @@ def _check_dtype(dtype: Any) -> None:
         raise ConfigError(f"The dtype should be one of (mstype.float16, mstype.bfloat16), but got {dtype}.")
 
 
-def _check_list(name: str, given: Any) -> None:
-    check_kind("custom_mixed_precision", name, given, list)
-    for element in given:
+def _check_list(name: str, classes: Any) -> None:
+    check_kind("custom_mixed_precision", name, classes, list)
+    for element in classes:
         check_kind("custom_mixed_precision", f"element of {name}", element, type)
         primitive = issubclass(element, ops.Primitive)
         if not issubclass(element, torch.nn.Module) or (primitive and name == "black_list"):
@@ -201,7 +201,7 @@ def _check_list(name: str, given: Any) -> None:
             raise TypeError(f"The subclass of element in {name} should be one of {kinds}, but got {element}")
     if name == "black_list":
         for element in _BLACK:
-            if element not in given:
+            if element not in classes:
                 warn(f"{element} is removed from internal black list.")
 
 
@@ -242,7 +242,7 @@ def _run_low_but(
     reason = f"{level}: listed, so it runs in fp32"
     full = [PlanRule(p, rule=Rule.FULL, reason=reason, required=False) for p in _patterns(kinds)]
     plan = Plan((low, *full))
-    rules = {path: found.rule for path, found in plan.resolve(network).items()}
+    rules = {path: rule.rule for path, rule in plan.resolve(network).items()}
     outermost = {p for p in rules if p and (rules[p], rules[p.rpartition(".")[0]]) == (Rule.FULL, Rule.LOW)}
     _apply(network, plan, dtype, level, outermost, dtype)
 
@@ -263,14 +263,14 @@ def _apply(
         for path, module in network.named_modules()
         if path in edges and own_dtype(module) is None
     ]
-    for module, given in (*casts, (network, float32)):
-        undo.callback(module.register_forward_hook(CastOutputs(Power(), given)).remove)
+    for module, output in (*casts, (network, float32)):
+        undo.callback(module.register_forward_hook(CastOutputs(HookSwitch(), output)).remove)
     _CONVERTED[network] = level, undo
 
 
 def _run_in_region(network: torch.nn.Module, dtype: torch.dtype) -> None:
     undo = ExitStack()
-    for handle in InRegion(Power(), _AUTO.with_dtype(dtype)).attach(network):
+    for handle in RunInAutocast(HookSwitch(), _AUTO.with_dtype(dtype)).attach(network):
         undo.callback(handle.remove)
     _CONVERTED[network] = "auto", undo
 
@@ -284,16 +284,16 @@ def _auto_function(function: Callable[..., Any], dtype: torch.dtype) -> Callable
     return wrapper
 
 
-def _options(level: str, given: dict[str, Any]) -> dict[str, Any]:
+def _options(level: str, keywords: dict[str, Any]) -> dict[str, Any]:
     """What a level of `build_train_network` presets, and keywords override."""
     options: dict[str, Any] = {
         "keep_batchnorm_fp32": level == "O2",
         "cast_model_type": float16 if level in ("O2", "O3") else float32,
         "loss_scale_manager": DynamicLossScaleManager() if level == "O2" else None,
     }
-    if unknown := given.keys() - options.keys():
+    if unknown := keywords.keys() - options.keys():
         raise ConfigError(f"Unsupported arg '{min(unknown)}'")
-    options.update(given)
+    options.update(keywords)
     if options["cast_model_type"] not in (float16, float32):
         raise TypeError(
             "The 'cast_model_type' should be one of [mindspore.float16, mindspore.float32], but got "

@@ -131,15 +131,15 @@ def set_device(device_target: str, device_id: int | None = None) -> None:
 def _check_target(owner: str, target: Any) -> None:
     if target == "CPU":
         return
-    here = {"GPU": "cuda", "Ascend": "npu"}[target]
-    if here not in devices.available():
+    kind = {"GPU": "cuda", "Ascend": "npu"}[target]
+    if kind not in devices.available():
         raise ConfigError(
-            f"For '{owner}', device_target {target!r} needs torch's device {here!r}, and this torch has "
+            f"For '{owner}', device_target {target!r} needs torch's device {kind!r}, and this torch has "
             f"{', '.join(devices.available())}: say 'CPU', or bring the device up first"
         )
     warn(
-        f"device_target={target!r} moves nothing here: move the network with net.to({here!r}) and each batch "
-        f"with x.to({here!r})"
+        f"device_target={target!r} moves nothing here: move the network with net.to({kind!r}) and each batch "
+        f"with x.to({kind!r})"
     )
 
 

@@ -23,7 +23,7 @@ from halfstep.idx import read_idx
 Operation = Callable[[Any], Any]
 
 
-def _applied(operation: Operation, values: torch.Tensor, each: bool) -> torch.Tensor:
+def _apply(operation: Operation, values: torch.Tensor, each: bool) -> torch.Tensor:
     """`each`: a user's operation sees one sample at a time (it was given before `batch`)."""
     if getattr(operation, "whole_batches", False):
         return operation(values)
@@ -114,9 +114,9 @@ class Dataset:
                 chosen = order[start : start + size]
                 row = {name: column[chosen] for name, column in self.columns.items()}
                 for name, operation, each in self.maps:
-                    row[name] = _applied(operation, row[name], each)
-                one = self.batch_size is None
-                yield {name: as_tensor((t[0] if one else t).to(home)) for name, t in row.items()}
+                    row[name] = _apply(operation, row[name], each)
+                single = self.batch_size is None
+                yield {name: as_tensor((t[0] if single else t).to(home)) for name, t in row.items()}
 
     def create_dict_iterator(
         self, num_epochs: int = -1, output_numpy: bool = False

@@ -49,7 +49,7 @@ def _product(a: torch.Tensor, b: torch.Tensor, transpose_a: bool, transpose_b: b
     return torch.matmul(a.mT if transpose_a else a, b.mT if transpose_b else b)
 
 
-def _convolve(function: Callable[..., torch.Tensor], *given: Any, pad_mode: str, **made_of: Any) -> Any:
+def _convolve(function: Callable[..., torch.Tensor], *inputs: Any, pad_mode: str, **made_of: Any) -> Any:
     """A convolution by torch's function; its weight comes with the call."""
     if pad_mode.lower() not in ("valid", "pad"):
         raise ConfigError(
@@ -58,7 +58,7 @@ def _convolve(function: Callable[..., torch.Tensor], *given: Any, pad_mode: str,
         )
     pad = made_of["pad"] if pad_mode.lower() == "pad" else 0
     stride, dilation, groups = made_of["stride"], made_of["dilation"], made_of["group"]
-    return function(*given, stride=stride, padding=pad, dilation=dilation, groups=groups)
+    return function(*inputs, stride=stride, padding=pad, dilation=dilation, groups=groups)
 
 
 def _convolution(name: str, function: Callable[..., torch.Tensor], says: str) -> Any:
@@ -320,14 +320,14 @@ class GradOperation:
                 else x
                 for x in inputs
             ]
-            found = [x for x in by_input if isinstance(x, torch.Tensor) and x.requires_grad]
+            leaves = [x for x in by_input if isinstance(x, torch.Tensor) and x.requires_grad]
             if not (self.get_all or self.get_by_list):
-                found = found[:1]
-            wanted = found if self.get_all or not self.get_by_list else []
+                leaves = leaves[:1]
+            targets = leaves if self.get_all or not self.get_by_list else []
             with torch.enable_grad():
                 outputs = fn(*by_input)
-            grads = _backward(outputs, sens, [*wanted, *by_weight])
-            of_inputs, of_weights = grads[: len(wanted)], grads[len(wanted) :]
+            grads = _backward(outputs, sens, [*targets, *by_weight])
+            of_inputs, of_weights = grads[: len(targets)], grads[len(targets) :]
             of_weights = of_weights[0] if single else of_weights
             if self.get_all and self.get_by_list:
                 return of_inputs, of_weights
@@ -339,9 +339,9 @@ class GradOperation:
 
 
 def _backward(outputs: Any, sens: Any, inputs: list[torch.Tensor]) -> tuple[Any, ...]:
-    given = [plain_tensor(t) for t in (outputs if isinstance(outputs, tuple | list) else [outputs])]
-    factors = sens if isinstance(sens, tuple | list) else [sens] * len(given)
-    pairs = [(t, f) for t, f in zip(given, factors) if t.requires_grad]
+    tensors = [plain_tensor(t) for t in (outputs if isinstance(outputs, tuple | list) else [outputs])]
+    factors = sens if isinstance(sens, tuple | list) else [sens] * len(tensors)
+    pairs = [(t, f) for t, f in zip(tensors, factors) if t.requires_grad]
     ones = [
         torch.ones_like(t) if f is None else torch.as_tensor(f, dtype=t.dtype).expand(t.shape)
         for t, f in pairs
@@ -387,12 +387,12 @@ class HyperMap:
     def __call__(self, *args: Any) -> Any:
         """`function` (unless given before) and one or more nests of the same form."""
         function, nests = (args[0], args[1:]) if self._function is None else (self._function, args)
-        return _mapped(function, *nests)
+        return _map(function, *nests)
 
 
-def _mapped(function: Callable[..., Any], *nests: Any) -> Any:
+def _map(function: Callable[..., Any], *nests: Any) -> Any:
     if isinstance(nests[0], tuple | list):
-        return tuple(_mapped(function, *parts) for parts in zip(*nests, strict=True))
+        return tuple(_map(function, *parts) for parts in zip(*nests, strict=True))
     return function(*nests)
 
 

@@ -144,7 +144,7 @@ def compiled(signature: str | None = None, name: str = "", **more: Any) -> Any:
     """njit as every kernel here wants it; with a signature, kept on disk where that can be.
 
     What a function closes over belongs into its `name`. Numba tells functions apart by name and by a number
-    that every process counts anew, so that code from disk would call whatever function of its name, number
+    that every process counts from 0, so that code from disk would call whatever function of its name, number
     and types came first; and two processes that write to the files of one name may mix them up.
     """
     options: dict[str, Any] = {**OPTIONS, **more}

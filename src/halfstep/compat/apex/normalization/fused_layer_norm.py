@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 
-def _normalized(norm: Any, shape: Any, eps: float, dtype: torch.dtype, *tensors: Tensor | None) -> Tensor:
+def _normalize(norm: Any, shape: Any, eps: float, dtype: torch.dtype, *tensors: Tensor | None) -> Tensor:
     """torch's kernel, which takes one dtype: of several all go to fp32; the result in `dtype`."""
     kinds = {t.dtype for t in tensors if t is not None}
     x, *parameters = [t if t is None or len(kinds) == 1 else t.float() for t in tensors]
@@ -46,7 +46,7 @@ def fused_layer_norm_affine(
 
     `memory_efficient` is taken and has no effect: torch keeps the input and two numbers a row.
     """
-    return _normalized(F.layer_norm, normalized_shape, eps, input.dtype, input, weight, bias)
+    return _normalize(F.layer_norm, normalized_shape, eps, input.dtype, input, weight, bias)
 
 
 def fused_layer_norm(
@@ -65,7 +65,7 @@ def mixed_dtype_fused_layer_norm_affine(
     memory_efficient: bool = False,
 ) -> Tensor:
     """`fused_layer_norm_affine` in the dtype of the weight."""
-    return _normalized(F.layer_norm, normalized_shape, eps, weight.dtype, input, weight, bias)
+    return _normalize(F.layer_norm, normalized_shape, eps, weight.dtype, input, weight, bias)
 
 
 def fused_rms_norm_affine(
@@ -76,7 +76,7 @@ def fused_rms_norm_affine(
     memory_efficient: bool = False,
 ) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimensions, in the input's dtype."""
-    return _normalized(F.rms_norm, normalized_shape, eps, input.dtype, input, weight)
+    return _normalize(F.rms_norm, normalized_shape, eps, input.dtype, input, weight)
 
 
 def fused_rms_norm(
@@ -90,7 +90,7 @@ def mixed_dtype_fused_rms_norm_affine(
     input: Tensor, weight: Tensor, normalized_shape: Any, eps: float = 1e-6, memory_efficient: bool = False
 ) -> Tensor:
     """`fused_rms_norm_affine` in the dtype of the weight."""
-    return _normalized(F.rms_norm, normalized_shape, eps, weight.dtype, input, weight)
+    return _normalize(F.rms_norm, normalized_shape, eps, weight.dtype, input, weight)
 
 
 class _Normalizes:
@@ -109,9 +109,9 @@ class _Normalizes:
         base.__init__(normalized_shape, eps, elementwise_affine)
         self.memory_efficient = memory_efficient
 
-    def _computed(self: Any, norm: Any, input: Tensor, *parameters: Tensor | None) -> Tensor:
-        wanted = self.weight if self._as_its_weight and self.weight is not None else input
-        return _normalized(norm, self.normalized_shape, self.eps, wanted.dtype, input, *parameters)
+    def _compute(self: Any, norm: Any, input: Tensor, *parameters: Tensor | None) -> Tensor:
+        dtype_source = self.weight if self._as_its_weight and self.weight is not None else input
+        return _normalize(norm, self.normalized_shape, self.eps, dtype_source.dtype, input, *parameters)
 
 
 class FusedLayerNorm(_Normalizes, nn.LayerNorm):
@@ -119,7 +119,7 @@ class FusedLayerNorm(_Normalizes, nn.LayerNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., *normalized_shape]."""
-        return self._computed(F.layer_norm, input, self.weight, self.bias)
+        return self._compute(F.layer_norm, input, self.weight, self.bias)
 
 
 class FusedRMSNorm(_Normalizes, nn.RMSNorm):
@@ -127,7 +127,7 @@ class FusedRMSNorm(_Normalizes, nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., *normalized_shape]."""
-        return self._computed(F.rms_norm, x, self.weight)
+        return self._compute(F.rms_norm, x, self.weight)
 
 
 class MixedFusedLayerNorm(FusedLayerNorm):

@@ -43,7 +43,7 @@ Init = str | float | torch.Tensor | Initializer | None
 def _row(name: str, says: str, fill: Callable[..., Any], **defaults: Any) -> Any:
     """The class of initializers that fill a tensor in place, with their arguments in this order."""
 
-    def filled(self: Initializer, t: torch.Tensor) -> None:
+    def fill_tensor(self: Initializer, t: torch.Tensor) -> None:
         fill(t, *(getattr(self, argument) for argument in defaults))
 
     fields = [
@@ -54,7 +54,7 @@ def _row(name: str, says: str, fill: Callable[..., Any], **defaults: Any) -> Any
         name,
         fields,
         bases=(Initializer,),
-        namespace={"fill": filled, "__doc__": says, "__module__": __name__},
+        namespace={"fill": fill_tensor, "__doc__": says, "__module__": __name__},
     )
 
 
@@ -62,7 +62,7 @@ def _normal(t: torch.Tensor, sigma: float, mean: float) -> None:
     init.normal_(t, mean, sigma)
 
 
-def _truncated(t: torch.Tensor, sigma: float, mean: float, a: float, b: float) -> None:
+def _fill_truncated_normal(t: torch.Tensor, sigma: float, mean: float, a: float, b: float) -> None:
     init.trunc_normal_(t, mean, sigma, mean + a * sigma, mean + b * sigma)
 
 
@@ -75,7 +75,7 @@ Normal = _row("Normal", "A normal distribution.", _normal, sigma=0.01, mean=0.0)
 TruncatedNormal = _row(
     "TruncatedNormal",
     "A normal distribution cut off `a` deviations below and `b` above its mean.",
-    _truncated,
+    _fill_truncated_normal,
     sigma=0.01,
     mean=0.0,
     a=-2.0,
@@ -129,6 +129,6 @@ def initializer(
         ValueError: a name that no initializer has.
     """
     sizes = init.shape if shape is None and isinstance(init, torch.Tensor) else shape
-    made = torch.empty((sizes,) if isinstance(sizes, int) else tuple(sizes or ()))
-    initialize(made, init)
-    return as_tensor(made.to(dtype))
+    tensor = torch.empty((sizes,) if isinstance(sizes, int) else tuple(sizes or ()))
+    initialize(tensor, init)
+    return as_tensor(tensor.to(dtype))

@@ -35,10 +35,10 @@ class Cell(torch.nn.Module):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Let `construct` and torch's `forward` be one method, whichever a class defines."""
         super().__init_subclass__(**kwargs)
-        own = vars(cls)
-        if "construct" in own and "forward" not in own:
+        namespace = vars(cls)
+        if "construct" in namespace and "forward" not in namespace:
             cls.forward = Cell.forward
-        elif "construct" not in own and cls.forward is not Cell.forward:
+        elif "construct" not in namespace and cls.forward is not Cell.forward:
             cls.construct = cls.forward
 
     def __init__(self, auto_prefix: bool = True, flags: Mapping[str, Any] | None = None) -> None:
@@ -77,11 +77,11 @@ class Cell(torch.nn.Module):
         """Training mode on or off, for everything inside."""
         return self.train(mode)
 
-    def _taken(self, *_given: Any, **_named: Any) -> Self:
+    def _ignore(self, *_given: Any, **_named: Any) -> Self:
         """Taken, with nothing to do: cells run as written and alone, gradients flow where asked for."""
         return self
 
-    set_grad = add_flags = set_inputs = set_broadcast_flag = set_jit_config = _taken
+    set_grad = add_flags = set_inputs = set_broadcast_flag = set_jit_config = _ignore
 
     def recompute(self, **mode: Any) -> None:
         """Told to save no memory here: see torch.utils.checkpoint."""
@@ -194,24 +194,24 @@ class Renamed:
             cls.__signature__ = signature_of(takes, by_name)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        known = type(self).__signature__.parameters
-        more = {name: value for name, value in kwargs.items() if name not in known}
-        bound = type(self).__signature__.bind(*args, **{n: v for n, v in kwargs.items() if n in known})
+        parameters = type(self).__signature__.parameters
+        more = {name: value for name, value in kwargs.items() if name not in parameters}
+        bound = type(self).__signature__.bind(*args, **{n: v for n, v in kwargs.items() if n in parameters})
         bound.apply_defaults()
-        given: dict[str, Any] = bound.arguments
-        for name, value in given.items():
+        arguments: dict[str, Any] = bound.arguments
+        for name, value in arguments.items():
             _check(self, name, value)
         base: Any = super()
-        base.__init__(**self._for_torch(given), **more)
-        for name, value in given.items():
+        base.__init__(**self._for_torch(arguments), **more)
+        for name, value in arguments.items():
             if name in _BEGIN:
                 initialize(getattr(self, _BEGIN[name]), value)
             elif not hasattr(self, name):
                 setattr(self, name, value)
 
-    def _for_torch(self, given: dict[str, Any]) -> dict[str, Any]:
+    def _for_torch(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """The arguments of torch's layer."""
-        named = {n: value for n, value in given.items() if n not in _BEGIN and n not in _OURS}
+        named = {n: value for n, value in arguments.items() if n not in _BEGIN and n not in _OURS}
         return {_CALLED.get(name, name): value for name, value in named.items()}
 
 

@@ -143,14 +143,14 @@ LogSoftmax = _row(torch.nn.LogSoftmax, "The logarithm of softmax along an axis."
 class _Padded(Renamed):
     """What convolutions and pooling share: only "pad" leaves the padding to torch's layer."""
 
-    def _for_torch(self, given: dict[str, Any]) -> dict[str, Any]:
-        mode = given["pad_mode"] = given["pad_mode"].lower()
+    def _for_torch(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        mode = arguments["pad_mode"] = arguments["pad_mode"].lower()
         if mode not in ("same", "valid", "pad"):
             raise ConfigError(
                 f"For '{type(self).__name__}', the 'pad_mode' must be one of ['same', 'valid', 'pad'], "
                 f"but got {mode}."
             )
-        return {**super()._for_torch(given), "padding": given["padding"] if mode == "pad" else 0}
+        return {**super()._for_torch(arguments), "padding": arguments["padding"] if mode == "pad" else 0}
 
 
 class MaxPool2d(
@@ -252,7 +252,7 @@ class _Multiplying(Renamed):
         """Without the bias."""
         raise NotImplementedError
 
-    def _computed(self: Any, x: torch.Tensor) -> torch.Tensor:
+    def _compute(self: Any, x: torch.Tensor) -> torch.Tensor:
         if self.bias is not None and promotes(x):
             return self._product(x) + self.bias.view(-1, *(1,) * (self.weight.dim() - 2))
         with in_dtype_of(x, self.weight):
@@ -275,20 +275,24 @@ class Dense(
 
     activation: Any
 
-    def _for_torch(self, given: dict[str, Any]) -> dict[str, Any]:
-        named = given["activation"]
+    def _for_torch(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        named = arguments["activation"]
         if isinstance(named, str) and named not in ACTIVATIONS:
             raise UnknownName(f"unknown activation {named!r}: expected one of {', '.join(ACTIVATIONS)}")
-        given["activation"] = ACTIVATIONS[named]() if isinstance(named, str) else named
-        taken = super()._for_torch(given)
-        return {"in_features": taken.pop("in_channels"), "out_features": taken.pop("out_channels"), **taken}
+        arguments["activation"] = ACTIVATIONS[named]() if isinstance(named, str) else named
+        torch_arguments = super()._for_torch(arguments)
+        return {
+            "in_features": torch_arguments.pop("in_channels"),
+            "out_features": torch_arguments.pop("out_channels"),
+            **torch_arguments,
+        }
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, self.weight)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """[..., in_channels] to [..., out_channels]."""
-        y = self._computed(x)
+        y = self._compute(x)
         return y if self.activation is None else self.activation(y)
 
 
@@ -321,7 +325,7 @@ class _Conv(_Convolving):
         """[N, C, ...] to [N, out_channels, ...]."""
         if self.pad_mode == "same":
             x = F.pad(x, same_padding(x.shape[2:], self.kernel_size, self.stride, self.dilation))
-        return self._computed(x)
+        return self._compute(x)
 
 
 Conv1d, Conv2d, Conv3d = _by_dims(
@@ -339,7 +343,7 @@ class _ConvTranspose(_Convolving):
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         """[N, C, ...] to [N, out_channels, ...]."""
-        y = self._computed(x)
+        y = self._compute(x)
         if self.pad_mode != "same":
             return y
         for axis, (size, stride) in enumerate(zip(x.shape[2:], self.stride), start=2):
@@ -360,13 +364,13 @@ class _BatchNorm(
 ):
     """MindSpore's momentum is the share of the old statistics, torch's that of the new."""
 
-    def _for_torch(self, given: dict[str, Any]) -> dict[str, Any]:
-        momentum = given["momentum"]
+    def _for_torch(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        momentum = arguments["momentum"]
         if not 0.0 <= momentum <= 1.0:
             raise ConfigError(
                 f"For '{type(self).__name__}', the 'momentum' must be in range [0, 1], but got {momentum}."
             )
-        return {**super()._for_torch(given), "momentum": 1.0 - momentum}
+        return {**super()._for_torch(arguments), "momentum": 1.0 - momentum}
 
 
 BatchNorm1d, BatchNorm2d, BatchNorm3d = _by_dims("BatchNorm", "Batch normalisation of {}.", _BatchNorm)
@@ -453,13 +457,13 @@ class MultiheadAttention(
 ):
     """Attention in several heads: (query, key, value) to (output, weights)."""
 
-    def _for_torch(self, given: dict[str, Any]) -> dict[str, Any]:
-        if given["embed_dim"] % given["num_heads"]:
+    def _for_torch(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        if arguments["embed_dim"] % arguments["num_heads"]:
             raise ConfigError(
                 "The init argument 'embed_dim' must be divisible by 'num_heads', "
-                f"but got {given['embed_dim']} and {given['num_heads']}."
+                f"but got {arguments['embed_dim']} and {arguments['num_heads']}."
             )
-        return super()._for_torch(given)
+        return super()._for_torch(arguments)
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """As torch's; where bias additions promote, the output is as wide as the bias."""

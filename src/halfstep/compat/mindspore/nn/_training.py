@@ -110,15 +110,15 @@ class Optimizer:
     def __init__(self, params: Any, *args: Any, **kwargs: Any) -> None:
         bound = type(self).__signature__.bind(params, *args, **kwargs)
         bound.apply_defaults()
-        given: dict[str, Any] = bound.arguments
-        self.learning_rate: LearningRate = given.pop("learning_rate")
-        self.loss_scale: float = given.pop("loss_scale", 1.0)
+        arguments: dict[str, Any] = bound.arguments
+        self.learning_rate: LearningRate = arguments.pop("learning_rate")
+        self.loss_scale: float = arguments.pop("loss_scale", 1.0)
         if self.loss_scale <= 0:
             raise ConfigError(f"the argument 'loss_scale' must be > 0, but got {self.loss_scale}")
-        groups, self._order, self._rates = _groups(given.pop("params"), self.learning_rate)
-        if "beta1" in given:
-            given["betas"] = given.pop("beta1"), given.pop("beta2")
-        options = {name.removeprefix("use_"): value for name, value in given.items()}
+        groups, self._order, self._rates = _groups(arguments.pop("params"), self.learning_rate)
+        if "beta1" in arguments:
+            arguments["betas"] = arguments.pop("beta1"), arguments.pop("beta2")
+        options = {name.removeprefix("use_"): value for name, value in arguments.items()}
         first = _rates(self.learning_rate)[0]
         self.torch_optimizer: torch.optim.Optimizer = self.make(groups, lr=first, **options)
         self.global_step = 0
@@ -141,13 +141,13 @@ class Optimizer:
 
     def __call__(self, gradients: Iterable[torch.Tensor]) -> bool:
         """Take one step with these gradients, divided by `loss_scale`; returns True."""
-        parameters, given = self.parameters, tuple(gradients)
-        if len(given) != len(parameters):
-            raise ConfigError(f"{len(given)} gradients for {len(parameters)} parameters: give one for each")
+        parameters, grads = self.parameters, tuple(gradients)
+        if len(grads) != len(parameters):
+            raise ConfigError(f"{len(grads)} gradients for {len(parameters)} parameters: give one for each")
         self._set_rates()
-        for parameter, gradient in zip(parameters, given):
-            own = plain_tensor(gradient.detach()).to(parameter.dtype)
-            parameter.grad = own if self.loss_scale == 1.0 else own / self.loss_scale
+        for parameter, gradient in zip(parameters, grads):
+            grad = plain_tensor(gradient.detach()).to(parameter.dtype)
+            parameter.grad = grad if self.loss_scale == 1.0 else grad / self.loss_scale
         self.torch_optimizer.step()
         self.torch_optimizer.zero_grad(set_to_none=True)
         self.global_step += 1
@@ -158,8 +158,8 @@ def _rates(learning_rate: Any) -> list[float]:
     """A rate for each step, one where it stays."""
     if isinstance(learning_rate, str):
         raise ConfigError(f"the 'learning_rate' must be a number or numbers, but got {learning_rate!r}")
-    given: Any = learning_rate.tolist() if isinstance(learning_rate, torch.Tensor) else learning_rate
-    return [float(given)] if isinstance(given, int | float) else [float(rate) for rate in given]
+    rates: Any = learning_rate.tolist() if isinstance(learning_rate, torch.Tensor) else learning_rate
+    return [float(rates)] if isinstance(rates, int | float) else [float(rate) for rate in rates]
 
 
 def _groups(params: Any, learning_rate: LearningRate) -> tuple[list[Any], Any, dict[int, list[float]]]:
@@ -170,9 +170,11 @@ def _groups(params: Any, learning_rate: LearningRate) -> tuple[list[Any], Any, d
     listed: list[Any] = list(params)
     if not listed:
         raise ConfigError("the optimizer got no parameters: pass network.trainable_params()")
-    given: list[dict[str, Any]] = listed if isinstance(listed[0], dict) else [{"params": listed}]
-    groups = [{**group, "params": list(group["params"])} for group in given if "order_params" not in group]
-    order = next((tuple(group["order_params"]) for group in given if "order_params" in group), None)
+    param_groups: list[dict[str, Any]] = listed if isinstance(listed[0], dict) else [{"params": listed}]
+    groups = [
+        {**group, "params": list(group["params"])} for group in param_groups if "order_params" not in group
+    ]
+    order = next((tuple(group["order_params"]) for group in param_groups if "order_params" in group), None)
     if order is not None and {id(p) for p in order} != {id(p) for g in groups for p in g["params"]}:
         raise ConfigError("'order_params' must hold the parameters of the groups, each of them once")
     rates: dict[int, list[float]] = {}
@@ -307,9 +309,9 @@ class TrainOneStepCell(Cell):
         self.grad_no_sens = GradOperation(get_by_list=True)
         self.reducer_flag, self.grad_reducer = False, Identity()
         self.scale_sense = as_tensor(StaticLossScale(float(self.sens)).tensor())
-        self._grad_fn = value_and_grad(self._scaled, None, self.weights, has_aux=True)
+        self._grad_fn = value_and_grad(self._scale_loss, None, self.weights, has_aux=True)
 
-    def _scaled(self, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def _scale_loss(self, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         loss = self.network(*inputs)
         return multiply(loss, self.scale_sense), loss
 

@@ -173,9 +173,9 @@ class ModelCheckpoint(Callback):
 
     def on_train_begin(self, run_context: RunContext) -> None:
         """Take a prefix no earlier run used."""
-        taken = {path.name.rpartition("-")[0] for path in self.directory.glob("*.ckpt")}
+        used_prefixes = {path.name.rpartition("-")[0] for path in self.directory.glob("*.ckpt")}
         base, number = self.prefix, 0
-        while self.prefix in taken:
+        while self.prefix in used_prefixes:
             number += 1
             self.prefix = f"{base}_{number}"
 

@@ -197,22 +197,22 @@ class Precision(ConfusionMatrix):
         value = self._share(np.diag(counts), counts.sum(0), counts.sum(1))
         return float(value.mean()) if average else value
 
-    def _share(self, hits: Any, predicted: Any, there: Any) -> Any:
+    def _share(self, hits: Any, predicted: Any, support: Any) -> Any:
         return hits / np.maximum(predicted, 1)
 
 
 class Recall(Precision):
     """By class, the share of its samples that are found."""
 
-    def _share(self, hits: Any, predicted: Any, there: Any) -> Any:
-        return hits / np.maximum(there, 1)
+    def _share(self, hits: Any, predicted: Any, support: Any) -> Any:
+        return hits / np.maximum(support, 1)
 
 
 class F1(Precision):
     """By class, the harmonic mean of precision and recall."""
 
-    def _share(self, hits: Any, predicted: Any, there: Any) -> Any:
-        return 2 * hits / np.maximum(predicted + there, 1)
+    def _share(self, hits: Any, predicted: Any, support: Any) -> Any:
+        return 2 * hits / np.maximum(predicted + support, 1)
 
 
 _METRICS: Mapping[str, Callable[..., Metric]] = {

@@ -218,5 +218,5 @@ def _steps(dataset: Any) -> int:
 def _tell(callbacks: list[Callback], event: str, context: RunContext) -> None:
     """Call `on_<mode>_<event>` of each callback that has it, else the short name."""
     for callback in callbacks:
-        own = f"on_{context.original_args().mode}_{event}"
-        getattr(callback, own, getattr(callback, event))(context)
+        hook_name = f"on_{context.original_args().mode}_{event}"
+        getattr(callback, hook_name, getattr(callback, event))(context)
