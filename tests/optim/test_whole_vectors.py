@@ -38,5 +38,4 @@ def test_every_update_has_as_many_lanes_as_the_plainest(tmp_path) -> None:
     ).stdout
     lanes = {name: int(count) for name, count in (line.split(": ") for line in said.splitlines())}
     assert len(lanes) == 5
-    assert set(lanes.values()) == {max(lanes.values())}
-    assert min(lanes.values()) >= 4
+    assert min(lanes.values()) == lanes["adamw bf16"] >= 4  # of twice as many the compiler makes two
