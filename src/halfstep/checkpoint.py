@@ -571,7 +571,7 @@ class CheckpointFolder:
                 continue
             for other, error in damaged:
                 self._known.discard(other.name)
-                _move_aside(other, f"{error}; it is now {other.name}.damaged, going on from {path.name}")
+                _rename_damaged(other, f"{error}; it is now {other.name}.damaged, going on from {path.name}")
             return
         if damaged:
             raise CheckpointError(
@@ -580,7 +580,7 @@ class CheckpointFolder:
             ) from damaged[0][1]
 
 
-def _move_aside(path: Path, message: str) -> None:
+def _rename_damaged(path: Path, message: str) -> None:
     aside = path.with_name(f"{path.name}.damaged")
     if aside.is_dir():
         shutil.rmtree(aside)

@@ -13,7 +13,7 @@ from halfstep import devices
 from halfstep.errors import ConfigError
 
 
-def with_placeholder(value: str, **more: Any) -> object:
+def with_metavar(value: str, **more: Any) -> object:
     """Return an annotation that names the value of an option, as in `--steps COUNT`."""
     return tyro.conf.arg(metavar=value, help_behavior_hint=_hint, **more)
 

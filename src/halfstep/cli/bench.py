@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import torch
 import tyro
 
-from halfstep.cli._options import Flag, computing_device, with_placeholder
+from halfstep.cli._options import Flag, computing_device, with_metavar
 from halfstep.cli._output import console, print_json, table
 from halfstep.errors import ConfigError
 from halfstep.recipes import optimizer_race
@@ -21,9 +21,9 @@ LEARNING_RATES = (1e-4, 1e-5, 1e-6, 1e-7)
 
 def run(
     what: tyro.conf.Positional[Literal["step"]],
-    parameters: Annotated[float, with_placeholder("COUNT")] = 5e7,
-    rounds: Annotated[int, with_placeholder("COUNT")] = 9,
-    device: Annotated[str, with_placeholder("DEVICE")] = "cpu",
+    parameters: Annotated[float, with_metavar("COUNT")] = 5e7,
+    rounds: Annotated[int, with_metavar("COUNT")] = 9,
+    device: Annotated[str, with_metavar("DEVICE")] = "cpu",
     movement: bool = True,
     json: Flag = False,
 ) -> None:

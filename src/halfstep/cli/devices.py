@@ -19,7 +19,7 @@ from halfstep.casting.context import autocast
 from halfstep.casting.kernel_choice import VARIABLE, table_of
 from halfstep.casting.kernel_facts import SHOWN, KernelFact, does_not_pay, kernel_facts
 from halfstep.casting.kernel_probes import measurements
-from halfstep.cli._options import Flag, with_placeholder
+from halfstep.cli._options import Flag, with_metavar
 from halfstep.cli._output import console, print_json, table
 from halfstep.conformance.battery import GROUPS, Check, run_battery
 from halfstep.conformance.probe import Observed, groups, probe_casting
@@ -38,14 +38,14 @@ _STYLES = {"native": "green", "slow": "yellow", "absent": "red"}
 
 
 def run(
-    device: tyro.conf.Positional[Annotated[str, with_placeholder("[DEVICE]")]] = "",
-    named: Annotated[str, with_placeholder("DEVICE", name="device")] = "",
-    policy: Annotated[str, with_placeholder("POLICY")] = "halfstep",
-    dtype: Annotated[str, with_placeholder("DTYPES")] = "",
-    check: Annotated[str, with_placeholder("DEVICE")] = "",
-    module: Annotated[str, with_placeholder("MODULE")] = "",
-    level: Annotated[str, with_placeholder("LEVELS")] = "O1,O2",
-    only: Annotated[str, with_placeholder("GROUPS")] = "",
+    device: tyro.conf.Positional[Annotated[str, with_metavar("[DEVICE]")]] = "",
+    named: Annotated[str, with_metavar("DEVICE", name="device")] = "",
+    policy: Annotated[str, with_metavar("POLICY")] = "halfstep",
+    dtype: Annotated[str, with_metavar("DTYPES")] = "",
+    check: Annotated[str, with_metavar("DEVICE")] = "",
+    module: Annotated[str, with_metavar("MODULE")] = "",
+    level: Annotated[str, with_metavar("LEVELS")] = "O1,O2",
+    only: Annotated[str, with_metavar("GROUPS")] = "",
     kernels: Flag = False,
     ops: Flag = False,
     json: Flag = False,

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import torch
 import tyro
 
-from halfstep.cli._options import Flag, check_report, computing_device, with_placeholder
+from halfstep.cli._options import Flag, check_report, computing_device, with_metavar
 from halfstep.cli._output import clean, console, print_json, table
 from halfstep.distributed import joined, rank, started_by_torchrun
 from halfstep.doctor.document import INTERRUPT, Document
@@ -28,17 +28,17 @@ FAULT = 1
 
 
 def run(
-    target: tyro.conf.Positional[Annotated[str, with_placeholder("RECIPE|SCRIPT.py")]],
-    args: tyro.conf.Positional[Annotated[tuple[str, ...], with_placeholder("[ARGUMENT ...]")]] = (),
-    level: Annotated[str, with_placeholder("LEVEL")] = "O1",
-    dtype: Annotated[str | None, with_placeholder("DTYPE")] = None,
-    loss_scale: Annotated[str | None, with_placeholder("SCALE")] = None,
-    steps: Annotated[int, with_placeholder("COUNT")] = 40,
-    seed: Annotated[int, with_placeholder("NUMBER")] = 0,
-    device: Annotated[str | None, with_placeholder("DEVICE")] = None,
-    report: Annotated[Path | None, with_placeholder("FILE")] = None,
+    target: tyro.conf.Positional[Annotated[str, with_metavar("RECIPE|SCRIPT.py")]],
+    args: tyro.conf.Positional[Annotated[tuple[str, ...], with_metavar("[ARGUMENT ...]")]] = (),
+    level: Annotated[str, with_metavar("LEVEL")] = "O1",
+    dtype: Annotated[str | None, with_metavar("DTYPE")] = None,
+    loss_scale: Annotated[str | None, with_metavar("SCALE")] = None,
+    steps: Annotated[int, with_metavar("COUNT")] = 40,
+    seed: Annotated[int, with_metavar("NUMBER")] = 0,
+    device: Annotated[str | None, with_metavar("DEVICE")] = None,
+    report: Annotated[Path | None, with_metavar("FILE")] = None,
     diff: Flag = False,
-    write_plan: Annotated[Path | None, with_placeholder("FILE")] = None,
+    write_plan: Annotated[Path | None, with_metavar("FILE")] = None,
     json: Flag = False,
 ) -> int:
     """Run some steps under watch and name what goes wrong: exit code 0 when nothing does, else 1.

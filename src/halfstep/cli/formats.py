@@ -10,7 +10,7 @@ from typing import Annotated
 import tyro
 from rich.text import Text
 
-from halfstep.cli._options import Flag, with_placeholder
+from halfstep.cli._options import Flag, with_metavar
 from halfstep.cli._output import console, print_json, table
 from halfstep.errors import ConfigError
 from halfstep.formats import FORMATS, Format, Stored, describe
@@ -31,7 +31,7 @@ _STATUS_STYLES = {"underflow": "red", "overflow": "red", "nan": "red", "subnorma
 
 
 def run(
-    numbers: tyro.conf.Positional[Annotated[tuple[str, ...], with_placeholder("[NUMBER ...]")]] = (),
+    numbers: tyro.conf.Positional[Annotated[tuple[str, ...], with_metavar("[NUMBER ...]")]] = (),
     json: Flag = False,
 ) -> None:
     """Show the number formats, or how each stores a number.

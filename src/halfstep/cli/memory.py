@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import halfstep
 from halfstep import optim
-from halfstep.cli._options import Flag, with_placeholder
+from halfstep.cli._options import Flag, with_metavar
 from halfstep.cli._output import console, print_json, table
 from halfstep.doctor.process import Enough, in_words, replace, run_in_process, run_main
 from halfstep.errors import ConfigError, HalfstepError
@@ -30,14 +30,14 @@ LAYERS = 64
 
 
 def run(
-    script: tyro.conf.Positional[Annotated[str | None, with_placeholder("SCRIPT.py")]] = None,
-    args: tyro.conf.Positional[Annotated[tuple[str, ...], with_placeholder("[ARGUMENT ...]")]] = (),
-    parameters: Annotated[float | None, with_placeholder("COUNT")] = None,
-    level: Annotated[str | None, with_placeholder("LEVEL")] = None,
-    optimizer: Annotated[str | None, with_placeholder("NAME")] = None,
-    states: Annotated[Literal["fp32", "bf16", "8bit"] | None, with_placeholder("FORMAT")] = None,
-    master: Annotated[Literal["exact", "fp32", "stochastic"] | None, with_placeholder("KIND")] = None,
-    ranks: Annotated[int, with_placeholder("COUNT")] = 1,
+    script: tyro.conf.Positional[Annotated[str | None, with_metavar("SCRIPT.py")]] = None,
+    args: tyro.conf.Positional[Annotated[tuple[str, ...], with_metavar("[ARGUMENT ...]")]] = (),
+    parameters: Annotated[float | None, with_metavar("COUNT")] = None,
+    level: Annotated[str | None, with_metavar("LEVEL")] = None,
+    optimizer: Annotated[str | None, with_metavar("NAME")] = None,
+    states: Annotated[Literal["fp32", "bf16", "8bit"] | None, with_metavar("FORMAT")] = None,
+    master: Annotated[Literal["exact", "fp32", "stochastic"] | None, with_metavar("KIND")] = None,
+    ranks: Annotated[int, with_metavar("COUNT")] = 1,
     json: Flag = False,
 ) -> None:
     """Count the bytes that training holds on each rank: at rest, in a step, in prepare, save and load.

@@ -14,7 +14,7 @@ import tyro
 from rich.text import Text
 
 from halfstep import __version__, devices
-from halfstep.cli._options import Flag, check_report, computing_device, set_threads, with_placeholder
+from halfstep.cli._options import Flag, check_report, computing_device, set_threads, with_metavar
 from halfstep.cli._output import console, print_json, table
 from halfstep.cli._progress import progress
 from halfstep.distributed import joined, rank, started_by_torchrun
@@ -33,19 +33,19 @@ AUTO = "auto"
 
 
 def run(
-    recipe: tyro.conf.Positional[Annotated[str, with_placeholder("RECIPE")]],
-    level: Annotated[str | None, with_placeholder("LEVELS")] = None,
-    dtype: Annotated[str | None, with_placeholder("DTYPES")] = None,
-    loss_scale: Annotated[str, with_placeholder("SCALES")] = "default",
-    seeds: Annotated[int | None, with_placeholder("COUNT")] = None,
-    steps: Annotated[int | None, with_placeholder("COUNT")] = None,
-    epochs: Annotated[int | None, with_placeholder("COUNT")] = None,
-    device: Annotated[str | None, with_placeholder("DEVICE")] = None,
-    threads: Annotated[int | None, with_placeholder("COUNT")] = None,
-    data: Annotated[str | None, with_placeholder("FOLDER")] = None,
-    plan: Annotated[Path | None, with_placeholder("FILE")] = None,
-    time_limit: Annotated[float | None, with_placeholder("SECONDS")] = None,
-    report: Annotated[Path | None, with_placeholder("FILE")] = None,
+    recipe: tyro.conf.Positional[Annotated[str, with_metavar("RECIPE")]],
+    level: Annotated[str | None, with_metavar("LEVELS")] = None,
+    dtype: Annotated[str | None, with_metavar("DTYPES")] = None,
+    loss_scale: Annotated[str, with_metavar("SCALES")] = "default",
+    seeds: Annotated[int | None, with_metavar("COUNT")] = None,
+    steps: Annotated[int | None, with_metavar("COUNT")] = None,
+    epochs: Annotated[int | None, with_metavar("COUNT")] = None,
+    device: Annotated[str | None, with_metavar("DEVICE")] = None,
+    threads: Annotated[int | None, with_metavar("COUNT")] = None,
+    data: Annotated[str | None, with_metavar("FOLDER")] = None,
+    plan: Annotated[Path | None, with_metavar("FILE")] = None,
+    time_limit: Annotated[float | None, with_metavar("SECONDS")] = None,
+    report: Annotated[Path | None, with_metavar("FILE")] = None,
     json: Flag = False,
 ) -> None:
     """Train a recipe at several precisions and compare them. Lists are separated by commas.

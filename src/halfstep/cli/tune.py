@@ -11,7 +11,7 @@ import tyro
 
 from halfstep import devices
 from halfstep.cli import _tune_script
-from halfstep.cli._options import Flag, check_report, computing_device, set_threads, with_placeholder
+from halfstep.cli._options import Flag, check_report, computing_device, set_threads, with_metavar
 from halfstep.cli._output import console, print_json, table
 from halfstep.cli._progress import progress
 from halfstep.errors import ConfigError
@@ -22,13 +22,13 @@ from halfstep.tuning.search import Tuning
 
 
 def run(
-    target: tyro.conf.Positional[Annotated[str, with_placeholder("RECIPE|SCRIPT.py")]],
-    args: tyro.conf.Positional[Annotated[tuple[str, ...], with_placeholder("[ARGUMENT ...]")]] = (),
-    dtype: Annotated[str | None, with_placeholder("DTYPE")] = None,
-    out: Annotated[Path | None, with_placeholder("FILE")] = None,
-    seconds: Annotated[float, with_placeholder("SECONDS")] = 60.0,
-    device: Annotated[str | None, with_placeholder("DEVICE")] = None,
-    threads: Annotated[int | None, with_placeholder("COUNT")] = None,
+    target: tyro.conf.Positional[Annotated[str, with_metavar("RECIPE|SCRIPT.py")]],
+    args: tyro.conf.Positional[Annotated[tuple[str, ...], with_metavar("[ARGUMENT ...]")]] = (),
+    dtype: Annotated[str | None, with_metavar("DTYPE")] = None,
+    out: Annotated[Path | None, with_metavar("FILE")] = None,
+    seconds: Annotated[float, with_metavar("SECONDS")] = 60.0,
+    device: Annotated[str | None, with_metavar("DEVICE")] = None,
+    threads: Annotated[int | None, with_metavar("COUNT")] = None,
     json: Flag = False,
 ) -> None:
     """Measure which level, layout and plan by module train fastest on this machine.
