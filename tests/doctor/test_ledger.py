@@ -6,6 +6,7 @@ import pytest
 
 from halfstep.doctor import CauseFound, Fault
 from halfstep.doctor.ledger import Knobs, Ledger, Note, quiet_faults, with_roots
+from halfstep.numerics.remedies.loop import LimitRates
 from halfstep.numerics.tape import OpLocation
 from halfstep.numerics.watch import LostUpdates
 
@@ -44,14 +45,14 @@ def test_a_rate_that_jumped_is_the_root_of_an_overflow_steps_later():
     (fault,) = with_roots(ledger, [overflow(7)])
     assert (fault.step, fault.cause.kind, fault.where) == (5, "learning rate", "t.py:9")
     assert "then: step 8: forward: linear in 2 (Linear), t.py:5" in fault.story()
-    assert fault.cures[0].specs == [("rate", 0.01)]
+    assert fault.cures[0].doses == [LimitRates((0.01,))]
 
 
 def test_a_jump_is_told_from_the_rate_of_the_step_before():
     ledger = run([0.1] * 5 + [9e3], [1.0] * 6, rates=[0.1, 0.2, 0.18, 0.17, 0.16, 1e3])
     (fault,) = quiet_faults(ledger)
     assert "it jumps from 0.16 to 1000" in fault.cause.text
-    assert fault.cures[0].specs == [("rate", 0.2)]
+    assert fault.cures[0].doses == [LimitRates((0.2,))]
 
 
 def test_updates_that_are_lost_are_told_at_the_first_step_that_loses_them():

@@ -14,7 +14,7 @@ import halfstep as hs
 from halfstep.compat.apex import amp
 from halfstep.doctor import script as _script
 from halfstep.doctor.script import examine_script
-from halfstep.numerics.fault import FAILS, WORKS
+from halfstep.numerics.remedies.base import FAILS, WORKS
 from tests.doctor import (
     zoo,
     zoo_fields,

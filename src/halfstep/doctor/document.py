@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from halfstep.formats import FORMATS
-from halfstep.numerics.fault import Cause, Cure, Fault
+from halfstep.numerics.cause import Cause
+from halfstep.numerics.fault import Fault
 from halfstep.numerics.lint import Audit, Finding
+from halfstep.numerics.remedies.base import Cure
 from halfstep.numerics.tape import within
 from halfstep.numerics.watch import skips_in_words
 

@@ -15,7 +15,6 @@ import multiprocessing
 import sys
 import time
 import weakref
-from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -23,7 +22,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from halfstep import formats
 from halfstep.doctor.document import STEPS
 from halfstep.doctor.ledger import (
     Ledger,
@@ -35,24 +33,18 @@ from halfstep.doctor.ledger import (
 )
 from halfstep.doctor.process import SECONDS, Enough, ForkPoint, Order
 from halfstep.names import fqn
-from halfstep.numerics.cures import (
-    FP16,
-    LOOPS,
-    bf16_regions,
-    put_in_place,
-    scale_falls,
-    terms_of,
-    with_attributes,
-)
 from halfstep.numerics.fault import Investigation, RerunRequest, RerunResult, SuspectStep
 from halfstep.numerics.histogram import amax as largest_of
 from halfstep.numerics.lint import Audit, LintProbe, audit
+from halfstep.numerics.remedies.base import Met, always
+from halfstep.numerics.remedies.bf16 import FP16
+from halfstep.numerics.remedies.terms import LOOPS, terms_of
 from halfstep.numerics.snapshot import StepParticipants, is_session, scale_of, with_prefixes
 from halfstep.numerics.tape import call_site, running_loop
 from halfstep.numerics.trace import Taping
 from halfstep.numerics.watch import Watch, watch
 from halfstep.optim.loading import find_zero_moments
-from halfstep.policy import levels
+from halfstep.session.prepare import prepare
 from halfstep.torch_private import disable_current_modes
 from halfstep.trees import parameters_of
 
@@ -109,7 +101,7 @@ class Participants:
             first = is_session(thing) or hasattr(thing, "get_scale")
             self.things.insert(0 if first else len(self.things), thing)
             loop, self._parts = self._parts.loop, StepParticipants(None, self.things)
-            self._parts.loop = loop or running_loop(LOOPS)
+            self._parts.loop, self._parts.prepare = loop or running_loop(LOOPS), prepare
 
     def meet(self, module: nn.Module) -> None:
         """Record a called module with weights or buffers: it is a model or part of one."""
@@ -167,32 +159,6 @@ class Participants:
         return not parts.optimizers and parts.session is None and parts.scaler is None
 
 
-def _prepare_with_masters(parts: StepParticipants) -> bool:
-    """Prepare a model that is in 16 bits already at O2; its weights become the 16-bit halves of masters."""
-    from halfstep.session.prepare import prepare
-
-    dtype = next((p.dtype for p in parts.parameters() if p.dtype in levels.LOW_DTYPES), None)
-    if dtype is None or parts.session is not None or not parts.models or not parts.optimizers:
-        return False
-    prepare(parts.models, parts.optimizers, level="O2", dtype=dtype, loss_scale="none")
-    return True
-
-
-def ask_for_bf16(stack: ExitStack) -> None:
-    """Give bf16 to a script that asks for fp16 (by name, method, region or level) until `stack` closes."""
-    bf16 = torch.bfloat16
-    words = {w: (level, bf16 if dtype == FP16 else dtype) for w, (level, dtype) in levels.WORDS.items()}
-    for owner, values in (
-        (torch, {"float16": bf16, "half": bf16}),
-        (Tensor, {"half": Tensor.bfloat16}),
-        (nn.Module, {"half": nn.Module.bfloat16}),
-        (levels, {"WORDS": words}),
-        (formats, {"FORMATS": {**formats.FORMATS, "fp16": formats.BF16}}),
-    ):
-        stack.enter_context(with_attributes(owner, **values))
-    stack.enter_context(bf16_regions())
-
-
 class Examiner:
     """Follows a script: writes the ledger, watches the model, traces steps that go wrong."""
 
@@ -206,7 +172,7 @@ class Examiner:
         self.rerun_result = RerunResult()
         self.around = ExitStack()
         self.taping: Taping | None = None
-        self.halves = False
+        self.output_dtypes = set[torch.dtype]()
         self.ended_by = "script"
         self.audit = Audit()
         self._steps = order.steps or sys.maxsize
@@ -214,7 +180,8 @@ class Examiner:
         self._copied = 0.0
         """When this process became a copy; 0 in the run itself."""
         self._signed = False
-        self._took_effect: Callable[[], bool] | None = None
+        self.took_effect: Met | None = None
+        """Of a cure that is in place: whether it met what it changes."""
         self._copies = ForkPoint(self)
         self.inquiry = Investigation(self._copies, self._steps)
         self._before: list[Tensor] = []
@@ -442,7 +409,7 @@ class Examiner:
         ]  # fmt: skip
         bad += [] if request.taped is None or not result.faults else [request.taped]
         result.recovers = bool(bad) and not result.faults and self.ledger.only_skipped(min(bad))
-        exact = request.cure is None or request.cure[0] == "loss_scale"  # updates are those of fp32
+        exact = request.cure is None or request.cure.keeps_updates
         bad += [] if exact or not self.ledger.blew_up(request.at) else [request.at]
         result.bad_at = min(bad, default=None)
         result.applied = self._apply_cure(request)
@@ -466,12 +433,10 @@ class Examiner:
         """Whether the cure under trial was applied, and met what it is to change."""
         if request.cure is None:
             return True
-        if request.cure[0] == "bf16":
-            if self.halves or FP16 in {p.dtype for p in self.roster.parts.parameters()}:
-                return False
-            if request.from_start:
-                return True  # asked for before the script began
-        return self._took_effect is not None and self._took_effect()
+        dtypes = {p.dtype for p in self.roster.parts.parameters()} | self.output_dtypes
+        if request.cure.removes in dtypes:
+            return False
+        return self.took_effect is not None and self.took_effect()
 
     def run_as_copy(self, request: RerunRequest) -> None:
         """Continue as a copy that was forked to run steps again."""
@@ -488,20 +453,21 @@ class Examiner:
             self.watch.close()
             self.watch = None
         parts = self.roster.parts
-        self.rerun_result.falls = scale_falls(parts)
-        if request.cure is None or (request.from_start and request.cure[0] == "bf16"):
+        self.rerun_result.falls = parts.scale_falls
+        if request.cure is None or self.took_effect is not None:
             return
-        self.halves = False
-        if request.cure[0] == "masters":
-            self._took_effect = (lambda: True) if _prepare_with_masters(parts) else None
-        else:
-            self._took_effect = put_in_place(request.cure, parts, self.around)
-        if self._took_effect is None:
+        self.output_dtypes.clear()
+        self.took_effect = request.cure.apply(parts, self.around)
+        if self.took_effect is None:
             self.rerun_result.applied = False
             self._copies.answer(self.rerun_result)
             raise Enough
-        if request.cure[0] == "bf16":
-            ask_for_bf16(self.around)
+        request.cure.replace_names(self.around)
+
+    def begin_with(self, request: RerunRequest, stack: ExitStack) -> None:
+        """Apply what a cure changes before the script begins."""
+        if request.from_start and request.cure is not None and request.cure.replace_names(stack):
+            self.took_effect = always
 
     # The tape.
 

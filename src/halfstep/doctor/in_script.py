@@ -15,10 +15,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from halfstep.doctor.document import INTERRUPT, Document, add_watched
-from halfstep.doctor.examiner import Examiner, ask_for_bf16
+from halfstep.doctor.examiner import Examiner
 from halfstep.doctor.ledger import note_conversions
 from halfstep.doctor.process import Order, RunFindings, in_words, replace, run_main, seed
-from halfstep.numerics.cures import FP16
 from halfstep.numerics.fault import RerunResult
 from halfstep.numerics.tape import users_names
 from halfstep.numerics.watch import leave
@@ -167,8 +166,8 @@ class Hooks:
             return
         if module is self._root:
             self._root = None
-        if isinstance(out, Tensor) and out.dtype == FP16:
-            self._examiner.halves = True
+        if isinstance(out, Tensor):
+            self._examiner.output_dtypes.add(out.dtype)
         if not torch.is_grad_enabled() or _in_backward() or module._modules or not isinstance(out, Tensor):
             return
         if out.is_floating_point() and out.numel() > 8:
@@ -213,13 +212,8 @@ def run_order(order: Order) -> RunFindings | RerunResult | None:
     with ExitStack() as stack:
         note_conversions(stack, examiner.ledger.flushes)
         request = order.request
-        if (
-            request is not None
-            and request.from_start
-            and request.cure is not None
-            and request.cure[0] == "bf16"
-        ):
-            ask_for_bf16(stack)
+        if request is not None:
+            examiner.begin_with(request, stack)
         Hooks(examiner, stack).install()
         replace(stack, torch, "compile", _compile_disabled)  # it hides the ops
         stack.enter_context(examiner.around)  # the cures, put in place over the hooks, go before them

@@ -25,9 +25,14 @@ from halfstep.convert import conversion
 from halfstep.formats import format_of
 from halfstep.gradients.per_parameter import amaxes
 from halfstep.names import fqn
-from halfstep.numerics.cures import PLAIN, with_attributes
-from halfstep.numerics.fault import Cause, Cure, Fault
+from halfstep.numerics.cause import Cause
+from halfstep.numerics.fault import Fault
 from halfstep.numerics.histogram import amax as largest_of
+from halfstep.numerics.remedies.base import Cure, with_attributes
+from halfstep.numerics.remedies.bf16 import UseBf16
+from halfstep.numerics.remedies.loop import ClearGradients, LimitRates
+from halfstep.numerics.remedies.masters import KeepMasters
+from halfstep.numerics.remedies.terms import PLAIN
 from halfstep.numerics.tape import OpLocation, call_site
 from halfstep.numerics.watch import LostUpdates
 
@@ -424,8 +429,8 @@ def _find_uncleared(ledger: Ledger) -> list[Fault]:
         return []
     text = f"the gradient of {stale[0].stale} still holds that of the step before"
     words, code = "clear the gradients before each backward", "optimizer.zero_grad()"
-    cure = Cure("clear", words, code, specs=[("clear", stale[0].where[1])])
-    return [_fault(stale[0], "accumulation", text, cure)]
+    dose = ClearGradients(stale[0].where[1], text=words, code=code)
+    return [_fault(stale[0], "accumulation", text, Cure.of(dose))]
 
 
 def _without_moments(ledger: Ledger) -> list[Fault]:
@@ -484,7 +489,7 @@ def _find_lost_values(ledger: Ledger) -> list[Fault]:
     more = f"; and so with {len(flushes) - 1} more parameters" if len(flushes) > 1 else ""
     cause = replace(worst.cause, text=worst.cause.text + more)
     cures = [
-        Cure("bf16", "use bf16: it has the range of fp32", ledger.terms.bf16, specs=[("bf16",)]),
+        Cure.of(UseBf16(text="use bf16: it has the range of fp32", code=ledger.terms.bf16)),
         Cure("advice", f"store {worst.name} times a power of two, and divide where it is used"),
     ]
     return [Fault("prepare", "cast", worst.location, cause, cures, taped=False)]
@@ -524,8 +529,8 @@ def _jump(note: Note, group: int, most: Sequence[float], last: Sequence[float], 
     text = f"it jumps{of} from {last[group]:g} to {new:g}, and {tail}"
     whose = f"what {note.schedule} gives" if note.schedule else "what sets the rate"
     code = f'optimizer.param_groups[{group}]["lr"] = {old:g}' if of and not note.schedule else f"lr={old:g}"
-    cure = Cure("rate", f"check {whose} at step {note.number + 1}", code, specs=[("rate", *most)])
-    return _fault(note, "learning rate", text, cure)
+    dose = LimitRates(tuple(most), text=f"check {whose} at step {note.number + 1}", code=code)
+    return _fault(note, "learning rate", text, Cure.of(dose))
 
 
 def _small_divisor(note: Note, tail: str, usually: float) -> Fault:
@@ -556,7 +561,7 @@ def _lost_updates_fault(ledger: Ledger, share: float) -> Fault:
         f"{lost}: they are smaller than half the spacing of the {first.dtype} weights, which stay as they are"
     )
     words = "keep fp32 master weights, which take up what 16 bits lose"
-    cure = Cure("masters", words, ledger.terms.masters, specs=[("masters",)])
+    cure = Cure.of(KeepMasters(text=words, code=ledger.terms.masters))
     if first.dtype == "fp32":
         cure = Cure("advice", "raise the learning rate: the weights have all the bits of fp32 already")
     return _fault(note, "rounding", text, cure)

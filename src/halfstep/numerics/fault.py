@@ -17,12 +17,11 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from halfstep.formats import dtype_name
+from halfstep.numerics.cause import Cause
 from halfstep.numerics.histogram import amax
+from halfstep.numerics.remedies.base import FAILS, UNTRIED, WORKS, Both, Cure, Remedy
+from halfstep.numerics.remedies.loss import LowestLossScale
 from halfstep.numerics.tape import OpLocation, within
-
-Spec = tuple[Any, ...]
-
-UNTRIED, WORKS, FAILS = "untried", "works", "does not help"
 
 
 @dataclass(frozen=True)
@@ -64,72 +63,6 @@ class Corrupted:
         more = {kind: ", ..." if len(names) > 3 else "" for kind, names in named.items()}
         parts = (f"{len(n)} {kind} ({', '.join(n[:3])}{more[kind]})" for kind, n in named.items() if n)
         return ", ".join(parts) or "nothing"
-
-
-@dataclass(frozen=True)
-class Cause:
-    """Why: `kind` is range, precision, mathematics, data, weights, learning rate, rounding, divergence,
-    accumulation, machine, rank (another rank's step) or unknown; `text` says it in words, `more` what else
-    was found.
-
-    `times`: by how many times the largest value leaves the range. `format`: what could not hold it. `weight`:
-    the parameter that holds what is too large, if one does. `scalar`: a constant that the format rounds to
-    zero, as it does an epsilon. `advice`: text and code of what to do, where the cause alone says that.
-    """
-
-    kind: str
-    text: str
-    times: float | None = None
-    format: str = ""
-    weight: str = ""
-    scalar: float | None = None
-    more: tuple[str, ...] = ()
-    advice: tuple[str, str] | None = None
-
-    @property
-    def words(self) -> str:
-        """Return the whole cause in a line."""
-        return "; ".join([self.text, *self.more])
-
-    def and_also(self, text: str) -> Cause:
-        """Return the cause with one more finding."""
-        return replace(self, more=(*self.more, text))
-
-
-@dataclass
-class Cure:
-    """What to change.
-
-    `kind`: full, scale, epsilon, clamp, shift, logsumexp, loss, loss_scale, bf16, masters, rate, clear,
-    data or advice.
-    `status`: "works" or "does not help" where the step was run again with it (over several ranks: on all of
-    them together), else "untried"; `over`: in how many steps a run with it stayed well. `specs`: its doses as
-    plain values, the weakest first, for `cures.put_in_place` in any process; `doses`: text and code of each.
-    """
-
-    kind: str
-    text: str
-    code: str = ""
-    status: str = UNTRIED
-    specs: list[Spec] = field(default_factory=list[Spec])
-    doses: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
-    over: int = 0
-
-    @property
-    def verdict(self) -> str:
-        """Return the result of its trial: `works over 4 steps`."""
-        return self.status + (f" over {self.over} steps" if self.over > 1 else "")
-
-    def mark_working(self, spec: Spec, over: int) -> None:
-        """Record that this dose works, in so many steps."""
-        place = self.specs.index(spec)
-        if self.doses:
-            self.text, self.code = self.doses[place]
-            self.doses = [self.doses[place]]
-        self.status, self.specs, self.over = WORKS, [spec], over
-
-    def __str__(self) -> str:
-        return f"cure ({self.verdict}): {self.text}{f': {self.code}' if self.code else ''}"
 
 
 #: What of a fault is told in JSON as it is.
@@ -263,7 +196,7 @@ class Fault:
         """Return the fault as plain values: a row of the doctor's JSON."""
         return {name: getattr(self, name) for name in _PLAIN} | {
             "cause": {"kind": self.cause.kind, "text": self.cause.words, "times": self.cause.times},
-            "cures": [dict(vars(cure)) for cure in self.cures],
+            "cures": [cure.as_dict() for cure in self.cures],
             "summary": self.story(),
             "inputs": [{"what": str(t), "amax": t.amax} for t in self.inputs],
             "outputs": [{"what": str(t), "amax": t.amax} for t in self.outputs],
@@ -275,12 +208,6 @@ class Fault:
         }
 
 
-#: Cures that may have to be in place from the start of the run.
-FROM_START = ("bf16", "masters", "rate")
-#: Cures that change one op where it stands.
-OF_AN_OP = ("full", "full_here", "scale", "epsilon", "clamp", "shift", "logsumexp")
-
-
 @dataclass(frozen=True)
 class RerunRequest:
     """A request to rerun the step with index `at` and `more` steps after it.
@@ -290,7 +217,7 @@ class RerunRequest:
     """
 
     at: int = 0
-    cure: Spec | None = None
+    cure: Remedy | None = None
     more: int = 0
     taped: int | None = None
     from_start: bool = False
@@ -336,7 +263,7 @@ def try_cures(fault: Fault, request: RerunRequest, rerun: Rerun, rest: int = 0) 
         cure_proven = min(rest, max((other.over for other in fault.cures), default=0)) > _FEW
         longer = request if cure_proven else replace(request, more=max(request.more, rest))
         behind.append(try_cure(cure, fault, longer, rerun))
-    if not any(cure.status == WORKS and cure.specs[0][0] not in FROM_START for cure in fault.cures):
+    if not any(cure.status == WORKS and cure.doses[0].scope != "run" for cure in fault.cures):
         pair = _with_a_second(fault, request, rerun)
         fault.cures = [*fault.cures, *([pair] if pair is not None else [])]
     return [other for other in behind if other is not None]
@@ -347,12 +274,12 @@ def try_cure(cure: Cure, fault: Fault, request: RerunRequest, rerun: Rerun) -> F
 
     Returns the other fault that appeared with the cure applied, if any.
     """
-    for spec in cure.specs:
-        status, steps, behind = judge(spec, fault, request, rerun)
+    for dose in cure.doses:
+        status, steps, behind = judge(dose, fault, request, rerun)
         if status == WORKS:
-            cure.mark_working(spec, steps)
+            cure.mark_working(dose, steps)
             return behind
-        if spec[0] in FROM_START and not request.from_start:
+        if dose.scope == "run" and not request.from_start:
             continue  # what was made before it stays as it was: only a run from the start refutes it
         cure.status = status or cure.status
     return None
@@ -360,30 +287,30 @@ def try_cure(cure: Cure, fault: Fault, request: RerunRequest, rerun: Rerun) -> F
 
 def _with_a_second(fault: Fault, request: RerunRequest, rerun: Rerun) -> Cure | None:
     """Combine a cure with one for the op that leaves its range once the first is applied."""
-    first = next((c for c in fault.cures if c.status == FAILS and c.specs[-1][0] in OF_AN_OP), None)
+    first = next((c for c in fault.cures if c.status == FAILS and c.doses[-1].scope == "op"), None)
     if first is None:
         return None
-    spec = first.specs[-1]
-    second = _trace_again(spec, request, rerun, request.at)
+    dose = first.doses[-1]
+    second = _trace_again(dose, request, rerun, request.at)
     if second is None or second.same_as(fault):
         return None
     for other in second.cures:
-        for more in (more for more in other.specs if more[0] in OF_AN_OP):
-            both = ("both", spec, more)
+        for more in (more for more in other.doses if more.scope == "op"):
+            text, code = f"{first.text}, and {other.text}", f"{first.code}; {other.code}"
+            both = Both(dose, more, text=text, code=code)
             status, steps, _ = judge(both, fault, request, rerun)
             if status == WORKS:
-                text, code = f"{first.text}, and {other.text}", f"{first.code}; {other.code}"
-                return Cure(first.kind, text, code, WORKS, [both], over=steps)
+                return Cure(first.kind, text, code, WORKS, [both], steps)
     return None
 
 
-def judge(spec: Spec, fault: Fault, request: RerunRequest, rerun: Rerun) -> tuple[str, int, Fault | None]:
+def judge(dose: Remedy, fault: Fault, request: RerunRequest, rerun: Rerun) -> tuple[str, int, Fault | None]:
     """Return whether a dose works, in how many steps, and the other fault that appears with it, if any.
 
     It works where what is run again stays well, if need be at the lowest loss scale or but for one skipped
     update, or where another fault is the next. Empty where it could not be tried.
     """
-    tried = rerun.run(replace(request, cure=spec))
+    tried = rerun.run(replace(request, cure=dose))
     if tried is None or not tried.applied:
         return "", 0, None
     if request.from_start:
@@ -394,28 +321,28 @@ def judge(spec: Spec, fault: Fault, request: RerunRequest, rerun: Rerun) -> tupl
         return WORKS, tried.steps, None
     if tried.bad_at == request.at:
         of_values = fault.phase == "forward" or fault.cause.kind == "mathematics"
-        if not of_values or spec[0] in FROM_START:
+        if not of_values or dose.scope == "run":
             return FAILS, 0, None
         if tried.falls:
-            lowest = rerun.run(replace(request, cure=("both", ("lowest scale",), spec)))
+            lowest = rerun.run(replace(request, cure=Both(LowestLossScale(), dose)))
             well = lowest is not None and lowest.applied and lowest.bad_at is None
             return (WORKS if well else FAILS), 0 if lowest is None else lowest.steps, None
         skipped = (
-            None if request.more and not tried.recovers else _trace_again(spec, request, rerun, request.at)
+            None if request.more and not tried.recovers else _trace_again(dose, request, rerun, request.at)
         )
         if skipped is None or not skipped.of_the_scale or skipped.same_as(fault):
             return FAILS, 0, None
         return (WORKS if tried.recovers else ""), tried.steps, None
-    second = _trace_again(spec, request, rerun, tried.bad_at)
+    second = _trace_again(dose, request, rerun, tried.bad_at)
     weight = fault.cause.weight
     if second is None or second.same_as(fault) or (weight and second.cause.weight == weight):
         return FAILS, 0, None
     return WORKS, tried.bad_at - request.at, second
 
 
-def _trace_again(spec: Spec, request: RerunRequest, rerun: Rerun, index: int) -> Fault | None:
+def _trace_again(dose: Remedy, request: RerunRequest, rerun: Rerun, index: int) -> Fault | None:
     """Return the fault of a step with a cure applied."""
-    rerun_result = rerun.run(replace(request, cure=spec, more=index - request.at, taped=index))
+    rerun_result = rerun.run(replace(request, cure=dose, more=index - request.at, taped=index))
     return rerun_result.faults[0] if rerun_result is not None and rerun_result.faults else None
 
 
@@ -499,7 +426,7 @@ class Investigation:
         taped = index if fault.underflow or fault.hidden else None
         more = 0 if taped is not None else self._steps if whole else min(self._steps - index, _REST)
         for cure in fault.cures:
-            if cure.status == UNTRIED and cure.specs and cure.specs[0][0] in FROM_START:
+            if cure.status == UNTRIED and cure.doses and cure.doses[0].scope == "run":
                 try_cure(
                     cure, fault, RerunRequest(index, more=more, taped=taped, from_start=True), self._rerun
                 )

@@ -21,6 +21,7 @@ from torch import nn
 from halfstep.distributed import gather, local_of, rank, world_size
 from halfstep.errors import LossScaleCollapsed
 from halfstep.numerics.cause import (
+    Cause,
     UnderflowProbe,
     count_in_words,
     count_nonfinite,
@@ -28,18 +29,8 @@ from halfstep.numerics.cause import (
     nonfinite_row,
     outlying_weight,
 )
-from halfstep.numerics.cures import (
-    larger_scale,
-    propose,
-    put_in_place,
-    scale_falls,
-    to_bf16,
-    unmask,
-)
 from halfstep.numerics.fault import (
-    Cause,
     Corrupted,
-    Cure,
     Fault,
     RerunRequest,
     RerunResult,
@@ -47,12 +38,13 @@ from halfstep.numerics.fault import (
     try_cures,
 )
 from halfstep.numerics.histogram import amax
+from halfstep.numerics.remedies import Cure, Evidence, propose
+from halfstep.numerics.remedies.advice import unmask
+from halfstep.numerics.remedies.bf16 import to_bf16
+from halfstep.numerics.remedies.loss import larger_scale
 from halfstep.numerics.snapshot import Snapshot, StepParticipants, as_list, replay, run_eagerly
 from halfstep.numerics.tape import End, Node, OpLocation, Tape, is_finite, key_of
 from halfstep.trees import tensors_in
-
-#: Cures that change one factor, so that the step runs the very same ops.
-_SCALES = ("loss_scale", "loss")
 
 
 class _InPlace:
@@ -79,12 +71,12 @@ class _InPlace:
     def run(self, request: RerunRequest) -> RerunResult | None:
         """Return whether the step stays finite with the cure; one with which it cannot run does not help."""
         assert request.cure is not None
-        if self._together and not (self._through and request.cure[0] in _SCALES):
+        if self._together and not (self._through and request.cure.same_ops):
             return None
-        rerun_result = RerunResult(falls=scale_falls(self._parts))
+        rerun_result = RerunResult(falls=self._parts.scale_falls)
         try:
             with ExitStack() as stack:
-                met = put_in_place(request.cure, self._parts, stack)
+                met = request.cure.apply(self._parts, stack)
                 bad = None if met is None else self._retrace()
                 rerun_result.applied = met is not None and met()
             rerun_result.faults = [] if bad is None else [bad]
@@ -254,7 +246,7 @@ def _verdict(tape: Tape, parts: StepParticipants, damage: Corrupted, batch: Any)
         cause = _outside(node, tape, parts, batch)
     else:
         cause, culprit = _inside(node, tape, parts)
-    cures = propose(node, cause, parts, tape.root_amax, culprit, tape.nodes[node.index + 1 :])
+    cures = propose(Evidence(node, cause, parts, tape.root_amax, culprit, tape.nodes[node.index + 1 :]))
     later = (n for n in tape.passed if node.index in n.origins)
     passed = dict.fromkeys(f"{n.phase}: {n.op} in {n.location.module or 'root'}" for n in later)
     return _bad_op(node, cause, cures, damage, ends, passed_on=(*passed,)[:12])
@@ -294,7 +286,7 @@ def _find_hidden_overflow(tape: Tape, parts: StepParticipants, damage: Corrupted
         node = tape.candidates[real[0]]
         cause, culprit = explain(node, tape.originals)
         if cause.kind == "range":
-            cures = propose(node, cause, parts, 0.0, culprit, tape.nodes[node.index + 1 :])
+            cures = propose(Evidence(node, cause, parts, 0.0, culprit, tape.nodes[node.index + 1 :]))
             place = swallower.location.where
             text = f"{swallower.op}{f' ({place})' if place else ''} makes it finite again; the loss is finite"
             return _bad_op(node, cause, cures, damage, hidden=text)
