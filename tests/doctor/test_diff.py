@@ -13,8 +13,9 @@ from halfstep.cli import main
 from halfstep.doctor import script as _script
 from halfstep.doctor.edit import is_gone, with_plan, write_dose
 from halfstep.doctor.script import examine_script
-from halfstep.numerics.remedies.base import WORKS
+from halfstep.numerics.remedies.base import WORKS, Both
 from halfstep.numerics.remedies.bf16 import UseBf16
+from halfstep.numerics.remedies.chain import CastBack
 from halfstep.numerics.remedies.edge import KeepFromEdge, LargerEpsilon
 from halfstep.numerics.remedies.exponent import LogSumExp, Shift
 from halfstep.numerics.remedies.full import RunInFp32
@@ -27,7 +28,7 @@ from tests.doctor.test_zoo import FAULTS, FIRST, cases, named, run_here
 DAILY = {
     "overflow_that_is_swallowed", "adam_in_half", "distance_of_equal_points", "updates_lost_to_rounding",
 }  # fmt: skip
-LONG = {"second_behind_the_first", "summed_loss", "squares_summed_in_half"}
+LONG = {"norm_by_hand_in_half", "second_behind_the_first", "summed_loss", "squares_summed_in_half"}
 #: Cures that some scripts are too unlike others to be edited for.
 BY_HAND = ("bf16", "full")
 
@@ -186,6 +187,11 @@ WRITTEN = {
         KeepFromEdge("div", "", 1, 1e-4, True),
         "y = a / b",
         "y = a / torch.where((b).abs() < 0.0001, 0.0001, b)",
+    ),
+    "a norm by hand": (
+        Both(RunInFp32("pow", "", 1), CastBack("mul", "", 2)),
+        "m = x.pow(2).mean(-1)\nx = x * torch.rsqrt(m)",
+        "m = x.float().pow(2).mean(-1)\nx = (x * torch.rsqrt(m)).half()",
     ),
     "an epsilon": (LargerEpsilon("add", "", 1, 6.1e-5), "y = x / (n + 1e-8)", "y = x / (n + 6.1e-05)"),
     "a comment stays": (DivideLoss(3), "loss.backward()  # mine\n", "(loss / 8).backward()  # mine\n"),

@@ -386,9 +386,13 @@ class Tape(TorchDispatchMode):
     def __enter__(self) -> Tape:
         if self._model is not None:
             self._learn(self._model)
+        after_step = register_optimizer_step_post_hook(self._after_step)
+        # The hook that ends a tape must be torch's last: a hook may not be removed before it was called.
+        hooks: Any = after_step.hooks_dict_ref()
+        hooks.move_to_end(after_step.id, last=False)
         for handle in (
+            after_step,
             register_optimizer_step_pre_hook(self._before_step),
-            register_optimizer_step_post_hook(self._after_step),
             register_module_forward_pre_hook(self.enter_module),
             register_module_forward_hook(self._leave_module, always_call=True),
         ):

@@ -3,6 +3,7 @@
 from halfstep.numerics.remedies.advice import ByHand, RowOfWeight
 from halfstep.numerics.remedies.base import Cure, Evidence, Remedy
 from halfstep.numerics.remedies.bf16 import UseBf16
+from halfstep.numerics.remedies.chain import CastBack
 from halfstep.numerics.remedies.edge import FunctionOfLogits, KeepFromEdge, LargerEpsilon
 from halfstep.numerics.remedies.exponent import ClampExponent
 from halfstep.numerics.remedies.full import RunInFp32
@@ -12,8 +13,8 @@ from halfstep.numerics.remedies.scale import ScaleAround
 
 #: In the order in which cures of an op are proposed and tried: the cheapest first.
 REMEDIES: tuple[type[Remedy], ...] = (
-    RowOfWeight, DivideLoss, LossScaleBy, LargerEpsilon, KeepMasters, RunInFp32, ScaleAround, ClampExponent,
-    UseBf16, FunctionOfLogits, KeepFromEdge, ByHand,
+    RowOfWeight, DivideLoss, LossScaleBy, LargerEpsilon, KeepMasters, RunInFp32, CastBack, ScaleAround,
+    ClampExponent, UseBf16, FunctionOfLogits, KeepFromEdge, ByHand,
 )  # fmt: skip
 
 

@@ -173,8 +173,8 @@ class Both(Remedy):
 class Cure:
     """What to change.
 
-    `kind`: full, scale, epsilon, clamp, shift, logsumexp, loss, loss_scale, bf16, masters, rate, clear,
-    data or advice.
+    `kind`: full, chain, scale, epsilon, clamp, shift, logsumexp, loss, loss_scale, bf16, masters, rate,
+    clear, data or advice.
     `status`: "works" or "does not help" where the step was run again with it (over several ranks: on all of
     them together), else "untried"; `over`: in how many steps a run with it stayed well. `doses`: what can be
     tried and written into a script, the weakest first.
