@@ -47,7 +47,7 @@ def test_the_verdict_is_right_and_the_step_leaves_no_trace(fault):
     assert bad.origin == (fault.cause not in ("data", "weights"))
     assert bad.location.file.endswith("zoo.py")
     if fault.spoils:
-        assert fault.spoils in bad.spoiled.lasting
+        assert fault.spoils in bad.corrupted.lasting
     if fault.cure:
         assert fault.cure in [c.kind for c in bad.cures if c.status != "does not help"]
     assert equal(state_of(case), before)

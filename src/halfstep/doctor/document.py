@@ -129,7 +129,7 @@ def _describe(fault: Fault) -> str:
     if fault.harmless:
         place = within(fault.module, fault.module_class)
         return f"{number} skipped: {fault.op} {place} overflowed in backward; harmless"
-    second = "second fault, behind the first: " if fault.behind else ""
+    second = "second fault, behind the first: " if fault.masked_by else ""
     return f"{second}{number}: {fault.summary()}"
 
 

@@ -27,11 +27,11 @@ from halfstep.doctor.ledger import (
     Ledger,
     Note,
     all_faults,
-    knobs_of,
     length,
+    options_of_groups,
     read_amaxes,
 )
-from halfstep.doctor.process import SECONDS, Enough, ForkPoint, Order
+from halfstep.doctor.process import SECONDS, ForkPoint, Order, StopScript
 from halfstep.names import fqn
 from halfstep.numerics.fault import Investigation, RerunRequest, RerunResult, SuspectStep
 from halfstep.numerics.histogram import amax as largest_of
@@ -164,7 +164,7 @@ class Examiner:
 
     def __init__(self, order: Order) -> None:
         self.order = order
-        self.roster = Participants()
+        self.participants = Participants()
         self.ledger = Ledger()
         self.watch: Watch | None = None
         self.request = order.request
@@ -183,7 +183,7 @@ class Examiner:
         self.took_effect: Met | None = None
         """Of a cure that is in place: whether it met what it changes."""
         self._copies = ForkPoint(self)
-        self.inquiry = Investigation(self._copies, self._steps)
+        self.investigation = Investigation(self._copies, self._steps)
         self._before: list[Tensor] = []
         self._updated = weakref.WeakSet[torch.optim.Optimizer]()
         self._used = dict[Tensor, tuple[Tensor, int]]()
@@ -208,14 +208,14 @@ class Examiner:
 
     def on_made(self, thing: Any) -> None:
         """Record a new optimizer, schedule, scaler or session."""
-        self.roster.add(thing)
+        self.participants.add(thing)
         if self.done == 0 and not isinstance(thing, LRScheduler):
             self._copies.fork_here()
 
     def on_sign(self, module: nn.Module | None = None) -> None:
         """Begin a step if none has begun: a region opens or a model is called."""
         if module is not None:
-            self.roster.meet(module)
+            self.participants.meet(module)
         if not self._signed:
             self._signed = True
             if self.done == 0 or multiprocessing.active_children():
@@ -232,7 +232,7 @@ class Examiner:
 
     def _watch(self) -> None:
         """Watch the model from now on: at the first backward, when model and optimizer usually exist."""
-        parts, models = self.roster.parts, self.roster.models
+        parts, models = self.participants.parts, self.participants.models
         if self.watch is not None and self.done == 24 * self.watch.every:
             self.watch.every *= 2  # of a long run fewer steps are enough
         whole_run = self.request is None or self.request.from_start  # not the notes of some steps
@@ -251,8 +251,8 @@ class Examiner:
             if self.done >= first:
                 self._reach(request)
         if self.active_request is not None and self.active_request.taped == self.done and self.taping is None:
-            self._lint = LintProbe(self.roster.parts.session)
-            self.taping = Taping(self.roster.parts, observers=[self._lint.observe])
+            self._lint = LintProbe(self.participants.parts.session)
+            self.taping = Taping(self.participants.parts, observers=[self._lint.observe])
 
     def on_inputs(self, names: dict[str, Tensor]) -> None:
         """Record the inputs of a model."""
@@ -272,7 +272,7 @@ class Examiner:
             for p, (gradient, version) in self._used.items()
             if p.grad is gradient and gradient._version == version and bool(gradient.any())
         }
-        scale = self.roster.scale()
+        scale = self.participants.scale()
         value = float(loss.detach())
         self.ledger.now.loss, self.ledger.now.scale = value / scale, scale
         if not math.isfinite(value):
@@ -280,7 +280,7 @@ class Examiner:
 
     def on_output(self, module: nn.Module, out: Tensor) -> None:
         """Record the result of a module without submodules."""
-        name, amax = self.roster.name_of(module), float(largest_of(out))
+        name, amax = self.participants.name_of(module), float(largest_of(out))
         now, finite = self.ledger.now, math.isfinite(amax)
         if not finite or amax >= now.outputs.get(name, 0.0):
             now.outputs[name] = amax
@@ -289,17 +289,19 @@ class Examiner:
 
     def on_update(self, optimizer: torch.optim.Optimizer) -> None:
         """Record weights and gradients before an optimizer updates."""
-        self.roster.add(optimizer)
+        self.participants.add(optimizer)
         _, file, line = call_site()
         now = self.ledger.now
         now.where = file, line
         now.rates = tuple(float(g["lr"]) for g in optimizer.param_groups if "lr" in g)
-        schedules = (s for s in self.roster.things if isinstance(s, LRScheduler) and s.optimizer is optimizer)
+        schedules = (
+            s for s in self.participants.things if isinstance(s, LRScheduler) and s.optimizer is optimizer
+        )
         now.schedule = ", ".join(dict.fromkeys(type(s).__name__ for s in schedules))
-        now.knobs = knobs_of(optimizer)
+        now.options = options_of_groups(optimizer)
         updated = parameters_of(optimizer)
         stale = (p for p in updated if p in self._stale and p.grad is self._used[p][0])
-        now.stale = now.stale or next((self.roster.name_of(p) for p in stale), "")
+        now.stale = now.stale or next((self.participants.name_of(p) for p in stale), "")
         self.on_gradients(updated)
         if optimizer not in self._updated:
             self._updated.add(optimizer)
@@ -310,14 +312,16 @@ class Examiner:
         """Record gradients before a step that may be skipped."""
         learning = [p for p in parameters_of(optimizer) if p.grad is not None]
         amaxes = zip(learning, read_amaxes([p.grad for p in learning if p.grad is not None]))
-        self.ledger.now.nonfinite |= {self.roster.name_of(p) for p, amax in amaxes if not math.isfinite(amax)}
+        self.ledger.now.nonfinite |= {
+            self.participants.name_of(p) for p, amax in amaxes if not math.isfinite(amax)
+        }
 
     def on_gradients(self, updated: list[Tensor]) -> None:
         """Record the gradients of these parameters before the update."""
         now = self.ledger.now
         learning = [p for p in updated if p.grad is not None]
         amaxes = self.on_found([p.grad for p in learning if p.grad is not None])
-        now.gradients |= {self.roster.name_of(p): amax for p, amax in zip(learning, amaxes)}
+        now.gradients |= {self.participants.name_of(p): amax for p, amax in zip(learning, amaxes)}
 
     def on_found(self, gradients: list[Tensor]) -> list[float]:
         """Record the largest magnitudes of gradients of this step."""
@@ -364,7 +368,7 @@ class Examiner:
         self.ledger.number(owner)
         if self.taping is not None:
             self._end_tape()
-        if self.roster.became_nonfinite():
+        if self.participants.became_nonfinite():
             self.ledger.blame("parameter")
             now.lasting_damage = True
         if skipped or not finite:
@@ -372,7 +376,7 @@ class Examiner:
         if now.taken and now.bad == "gradient" and now.update == 0.0 and not now.lasting_damage:
             now.taken, skipped = False, True  # an optimizer that was told to do nothing, as Apex does
         now.skipped = skipped
-        if skipped and self.watch is not None and self.roster.parts.session is None:
+        if skipped and self.watch is not None and self.participants.parts.session is None:
             self.watch.note_skip()
         note = self.ledger.close(owner)
         self._judge(note, self.done - 1)
@@ -387,16 +391,16 @@ class Examiner:
         before = self.ledger.notes[index - 1] if index else Note(0)
         run = sum(1 for _ in itertools.takewhile(lambda note: note.bad, reversed(self.ledger.notes)))
         other = note.bad != before.bad or not note.nonfinite <= before.nonfinite or run & (run - 1) == 0
-        another = not before.bad or (before.skipped and other)  # what was spoiled stays so
+        another = not before.bad or (before.skipped and other)  # what is corrupted stays so
         if (note.bad and another) or (not note.bad and (index == 1 or note.silent)):
-            self.inquiry.rerun(SuspectStep(index, note.number, note.bad, note.lasting_damage))
+            self.investigation.rerun(SuspectStep(index, note.number, note.bad, note.lasting_damage))
 
     def leave(self) -> None:
         """Leave after the last step. A copy ends here, without the rest of the script."""
         if self._copied:
             self.report_result()
         self.ended_by = STEPS
-        raise Enough
+        raise StopScript
 
     def report_result(self) -> None:
         """Report the result of a rerun. A copy ends with that."""
@@ -419,21 +423,23 @@ class Examiner:
         )
         if request.from_start:
             result.faults = all_faults(self.complete_ledger(), result.faults)
-        self._copies.answer(self.rerun_result)
+        self._copies.send_and_exit(self.rerun_result)
 
     def complete_ledger(self) -> Ledger:
         """Return the ledger, completed by what the watch and the tape hold."""
         if self.watch is not None:
             self.watch.collect()
             self.ledger.lost = [*self.watch.lost]
-        self.ledger.terms = terms_of(self.roster.parts, in_region=self.roster.parts.scaler is not None)
+        self.ledger.terms = terms_of(
+            self.participants.parts, in_region=self.participants.parts.scaler is not None
+        )
         return self.ledger
 
     def _apply_cure(self, request: RerunRequest) -> bool:
         """Whether the cure under trial was applied, and met what it is to change."""
         if request.cure is None:
             return True
-        dtypes = {p.dtype for p in self.roster.parts.parameters()} | self.output_dtypes
+        dtypes = {p.dtype for p in self.participants.parts.parameters()} | self.output_dtypes
         if request.cure.removes in dtypes:
             return False
         return self.took_effect is not None and self.took_effect()
@@ -452,7 +458,7 @@ class Examiner:
         if self.watch is not None and not request.from_start:
             self.watch.close()
             self.watch = None
-        parts = self.roster.parts
+        parts = self.participants.parts
         self.rerun_result.falls = parts.scale_falls
         if request.cure is None or self.took_effect is not None:
             return
@@ -460,8 +466,8 @@ class Examiner:
         self.took_effect = request.cure.apply(parts, self.around)
         if self.took_effect is None:
             self.rerun_result.applied = False
-            self._copies.answer(self.rerun_result)
-            raise Enough
+            self._copies.send_and_exit(self.rerun_result)
+            raise StopScript
         request.cure.replace_names(self.around)
 
     def begin_with(self, request: RerunRequest, stack: ExitStack) -> None:
@@ -475,7 +481,7 @@ class Examiner:
         taping, self.taping = self.taping, None
         assert taping is not None
         taping.tape.batch = f"batch {self.ledger.now.number + 1}"
-        trace = taping.end(self.roster.parts, error)
+        trace = taping.end(self.participants.parts, error)
         self.rerun_result.counts = trace.rows()
         self.rerun_result.lint = list(dict.fromkeys(self._lint.list_findings()))
         if trace.bad is not None:
@@ -490,7 +496,7 @@ class Examiner:
             self.ledger.now.bad = "error"
             self.ledger.notes.append(self.ledger.now)
         elif self.request is None:
-            self.inquiry.rerun(
+            self.investigation.rerun(
                 SuspectStep(self.done, self.ledger.now.number, bad="error", lasting_damage=True)
             )
 
@@ -502,7 +508,7 @@ class Examiner:
             self.report_result()
         else:  # a copy that did not come so far
             self.rerun_result.applied = False
-            self._copies.answer(self.rerun_result)
+            self._copies.send_and_exit(self.rerun_result)
         self._copies.close()
         if self.watch is not None:
             self.watch.close()

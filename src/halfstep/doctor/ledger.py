@@ -49,7 +49,7 @@ DIVERGED, _BLOWN = 1e4, 1e2
 
 
 @dataclass(frozen=True)
-class Knobs:
+class GroupOptions:
     """Options of a parameter group that decide how large an update is."""
 
     weight_decay: float = 0.0
@@ -57,11 +57,11 @@ class Knobs:
     eps: float = 0.0
 
 
-def knobs_of(optimizer: torch.optim.Optimizer) -> tuple[Knobs, ...]:
+def options_of_groups(optimizer: torch.optim.Optimizer) -> tuple[GroupOptions, ...]:
     """Return the options of each group; weight decay inside Adam's moments scales no weights: 0 here."""
     through = bool(optimizer.defaults.get("betas")) and type(optimizer).__name__ in ("Adam", "NAdam", "RAdam")
     return tuple(
-        Knobs(
+        GroupOptions(
             0.0 if through and not g.get("decoupled_weight_decay") else _number(g.get("weight_decay")),
             tuple(map(_number, g.get("betas", ()))),
             _number(g.get("eps")),
@@ -78,9 +78,9 @@ def _number(value: Any) -> float:
 class Note:
     """One step: `number` counts the script's iterations, from 0; `bad` says what was first not finite.
 
-    `update`, `size`: Euclidean lengths of the update and of the weights before it. `rates`, `knobs`: learning
-    rate and further options by group; `schedule`: the class of what sets the rates. `rows`: where inputs are
-    largest. `nonfinite`: whose gradients are not finite as a step begins that may be skipped. `stale`: a
+    `update`, `size`: Euclidean lengths of the update and of the weights before it. `rates`, `options`: the
+    learning rate and what else decides, by group; `schedule`: the class of what sets the rates. `rows`:
+    where inputs are largest. `nonfinite`: whose gradients are not finite as a step begins that may be skipped. `stale`: a
     parameter whose gradient is in part that of the step before; `flushed`: second moments that became zero.
     """
 
@@ -94,7 +94,7 @@ class Note:
     update: float = 0.0
     size: float = 0.0
     schedule: str = ""
-    knobs: tuple[Knobs, ...] = ()
+    options: tuple[GroupOptions, ...] = ()
     gradient: float = 0.0
     silent: str = ""
     nonfinite: frozenset[str] = frozenset()
@@ -400,7 +400,9 @@ def all_faults(ledger: Ledger, traced: Sequence[Fault]) -> list[Fault]:
     """
     sound = ledger.first_broken_step() is None
     faults = [*traced, *quiet_faults(ledger)] if sound else with_roots(ledger, traced)
-    return sorted(faults, key=lambda f: (f.behind, f.of_the_scale, f.phase != "prepare", f.step))
+    return sorted(
+        faults, key=lambda f: (f.masked_by is not None, f.of_the_scale, f.phase != "prepare", f.step)
+    )
 
 
 def quiet_faults(ledger: Ledger) -> list[Fault]:
@@ -535,13 +537,13 @@ def _jump(note: Note, group: int, most: Sequence[float], last: Sequence[float], 
 
 def _small_divisor(note: Note, tail: str, usually: float) -> Fault:
     """Return the fault of an update that is large though its gradients are not: its divisor is too small."""
-    knobs = next((k for k in note.knobs if k.betas or k.eps), None)
-    by = f" (eps={knobs.eps:g}{f', betas={knobs.betas}' if knobs.betas else ''})" if knobs else ""
+    options = next((k for k in note.options if k.betas or k.eps), None)
+    by = f" (eps={options.eps:g}{f', betas={options.betas}' if options.betas else ''})" if options else ""
     text = (
         f"{tail}, though the gradients are no larger ({note.gradient:.3g}, usually "
         f"{usually:.3g}): what the optimizer divides them by has become too small{by}"
     )
-    betas = [*knobs.betas] if knobs else []
+    betas = [*options.betas] if options else []
     cure = Cure("advice", "give the optimizer a larger epsilon", "eps=1e-4")
     if len(betas) > 1 and betas[1] < 0.9:
         words = "let the second moment remember more steps"
@@ -574,10 +576,10 @@ _GROWN = 4
 def _divergence_fault(ledger: Ledger, index: int, first: float, last: float) -> Fault:
     note = ledger.notes[index]
     rate = note.rates[0] if note.rates else 0.0
-    decay = max((k.weight_decay * r for k, r in zip(note.knobs, note.rates)), default=0.0)
+    decay = max((k.weight_decay * r for k, r in zip(note.options, note.rates)), default=0.0)
     tail = f"the loss grew from {first:.3g} to {last:.3g}"
     if decay > 2:
-        value = max(k.weight_decay for k in note.knobs)
+        value = max(k.weight_decay for k in note.options)
         text = f"{tail}: weight decay {value:g} times the learning rate is {decay:.3g}; beyond 2 it enlarges"
         cure = Cure("advice", "lower the weight decay", "weight_decay=0.01")
     elif ledger.weight_growth() < _GROWN:

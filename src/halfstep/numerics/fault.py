@@ -21,7 +21,7 @@ from halfstep.numerics.cause import Cause
 from halfstep.numerics.histogram import amax
 from halfstep.numerics.remedies.base import FAILS, UNTRIED, WORKS, Both, Cure, Remedy
 from halfstep.numerics.remedies.loss import LowestLossScale
-from halfstep.numerics.tape import OpLocation, within
+from halfstep.numerics.tape import OpLocation
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Corrupted:
 
 #: What of a fault is told in JSON as it is.
 _PLAIN = (
-    "step", "phase", "module", "op", "where", "code", "module_class", "aten", "harmless", "behind", "origin",
+    "step", "phase", "module", "op", "where", "code", "module_class", "aten", "harmless", "origin",
     "underflow", "hidden", "rank",
 )  # fmt: skip
 
@@ -81,8 +81,8 @@ class Fault:
     it; `aten`: the kernel. `origin`: finite in, not finite out (False: it read a value that was not finite
     before the step). `passed_on`: ops that carried it further, first ones first. `hidden`: every gradient is
     finite, because a later op made finite (and wrong) values of it. `harmless`: only the present loss scale
-    was too large, and it goes down by itself. `behind`: found only with the cure of the fault before it in
-    place. `led_to`: what came of it at a later step. `rank`: where, of several.
+    was too large, and it goes down by itself. `masked_by`: a fault with whose cure in place alone it shows.
+    `led_to`: what came of it at a later step. `rank`: where, of several.
     """
 
     phase: str
@@ -95,13 +95,13 @@ class Fault:
     origin: bool = True
     inputs: tuple[TensorInfo, ...] = ()
     outputs: tuple[TensorInfo, ...] = ()
-    spoiled: Corrupted = Corrupted()
+    corrupted: Corrupted = Corrupted()
     reached: tuple[str, ...] = ()
     passed_on: tuple[str, ...] = ()
     underflow: bool = False
     hidden: str = ""
     harmless: bool = False
-    behind: bool = False
+    masked_by: Fault | None = None
     led_to: Fault | None = None
     rank: int | None = None
     taped: bool = True
@@ -127,11 +127,6 @@ class Fault:
         return self.location.code
 
     @property
-    def placed(self) -> str:
-        """Return the place as it follows an op: `in 2, train.py:9` or `outside any module, train.py:7`."""
-        return within(self.module, self.module_class) + (f", {self.where}" if self.where else "")
-
-    @property
     def place(self) -> str:
         """Return rank (of several), module and source line in one phrase."""
         rank = "" if self.rank is None else f"rank {self.rank}"
@@ -142,7 +137,7 @@ class Fault:
     @property
     def damage(self) -> str:
         """Return what became nonfinite in the step, the loss if nothing else did."""
-        return "the loss" if self.spoiled == Corrupted() and "loss" in self.reached else str(self.spoiled)
+        return "the loss" if self.corrupted == Corrupted() and "loss" in self.reached else str(self.corrupted)
 
     @property
     def of_the_scale(self) -> bool:
@@ -151,7 +146,7 @@ class Fault:
         True where a run with a lower scale was finite, or could not be tried.
         """
         lowered = any(c.kind == "loss_scale" and c.status != FAILS for c in self.cures)
-        other_damage = self.underflow or self.hidden or self.spoiled.lasting
+        other_damage = self.underflow or self.hidden or self.corrupted.lasting
         return self.phase == "backward" and lowered and not other_damage
 
     @property
@@ -181,7 +176,7 @@ class Fault:
                 ]
             return "\n".join(lines)
         verb = "flushes to zero" if self.underflow else "is the first op that is not finite"
-        lines = [f"{self.phase}: {self.op} {self.placed} {verb}", *code]
+        lines = [f"{self.phase}: {self.op} {self.location.phrase} {verb}", *code]
         lines += [f"  inputs: {', '.join(map(str, self.inputs))}", cause, f"  spoiled: {self.damage}"]
         return "\n".join([*lines, *([f"  hidden: {self.hidden}"] if self.hidden else [])])
 
@@ -195,13 +190,14 @@ class Fault:
     def as_dict(self) -> dict[str, Any]:
         """Return the fault as plain values: a row of the doctor's JSON."""
         return {name: getattr(self, name) for name in _PLAIN} | {
+            "behind": self.masked_by is not None,
             "cause": {"kind": self.cause.kind, "text": self.cause.words, "times": self.cause.times},
             "cures": [cure.as_dict() for cure in self.cures],
             "summary": self.story(),
             "inputs": [{"what": str(t), "amax": t.amax} for t in self.inputs],
             "outputs": [{"what": str(t), "amax": t.amax} for t in self.outputs],
             "spoiled": self.damage,
-            "spoiled_lasting": list(self.spoiled.lasting),
+            "spoiled_lasting": list(self.corrupted.lasting),
             "reached": list(self.reached),
             "passed_on": list(self.passed_on),
             "weight": self.cause.weight,
@@ -258,15 +254,15 @@ def try_cures(fault: Fault, request: RerunRequest, rerun: Rerun, rest: int = 0) 
     The first that works is tried for the `rest` of the steps; where these are few, each is. Where no change
     to the step works alone and another fault shows behind the first, both are cured together.
     """
-    behind = list[Fault | None]()
+    masked = list[Fault | None]()
     for cure in fault.cures:
         cure_proven = min(rest, max((other.over for other in fault.cures), default=0)) > _FEW
         longer = request if cure_proven else replace(request, more=max(request.more, rest))
-        behind.append(try_cure(cure, fault, longer, rerun))
+        masked.append(try_cure(cure, fault, longer, rerun))
     if not any(cure.status == WORKS and cure.doses[0].scope != "run" for cure in fault.cures):
         pair = _with_a_second(fault, request, rerun)
         fault.cures = [*fault.cures, *([pair] if pair is not None else [])]
-    return [other for other in behind if other is not None]
+    return [other for other in masked if other is not None]
 
 
 def try_cure(cure: Cure, fault: Fault, request: RerunRequest, rerun: Rerun) -> Fault | None:
@@ -275,10 +271,10 @@ def try_cure(cure: Cure, fault: Fault, request: RerunRequest, rerun: Rerun) -> F
     Returns the other fault that appeared with the cure applied, if any.
     """
     for dose in cure.doses:
-        status, steps, behind = judge(dose, fault, request, rerun)
+        status, steps, masked = judge(dose, fault, request, rerun)
         if status == WORKS:
             cure.mark_working(dose, steps)
-            return behind
+            return masked
         if dose.scope == "run" and not request.from_start:
             continue  # what was made before it stays as it was: only a run from the start refutes it
         cure.status = status or cure.status
@@ -406,7 +402,7 @@ class Investigation:
     def _keep(self, suspect: SuspectStep, fault: Fault, falls: bool) -> None:
         faults = self.rerun_result.faults
         twin = next((other for other in faults if fault.same_as(other)), None)
-        if twin is not None and not twin.behind:
+        if twin is not None and twin.masked_by is None:
             return
         if twin is not None:  # found behind a cure before; here it is on its own
             faults.remove(twin)
@@ -416,10 +412,10 @@ class Investigation:
         more = min(rest, 2 * _AFTER if suspect.lasting_damage else _AFTER)
         request = RerunRequest(suspect.index, more=more, taped=suspect.index if taped else None)
         rest = 0 if falls and fault.of_the_scale else min(rest, _REST)
-        for behind in try_cures(fault, request, self._rerun, rest):
-            if not any(behind.same_as(other) for other in faults):
-                behind.behind = True
-                faults.append(behind)
+        for masked in try_cures(fault, request, self._rerun, rest):
+            if not any(masked.same_as(other) for other in faults):
+                masked.masked_by = fault
+                faults.append(masked)
 
     def try_from_start(self, fault: Fault, index: int, whole: bool) -> None:
         """Try the cures that need a run of their own; `whole`: to the end of the run."""

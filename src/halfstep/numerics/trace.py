@@ -102,7 +102,7 @@ _ELSEWHERE = "another rank's gradients were not finite: see that rank's verdict"
 @dataclass
 class Trace:
     """What one traced step showed. `counts`: how often (phase, op, dtype) ran; `bad`: None if all is well;
-    `talked`: whether ranks talked to each other in it.
+    `used_collectives`: whether ranks used_collectives to each other in it.
     """
 
     bad: Fault | None
@@ -112,7 +112,7 @@ class Trace:
     ops: int
     seconds: float
     error: BaseException | None = None
-    talked: bool = False
+    used_collectives: bool = False
 
     def rows(self) -> list[dict[str, Any]]:
         """Return how often each (phase, op, dtype) ran, as rows."""
@@ -221,7 +221,7 @@ class Taping:
         bad = _verdict(tape, parts, damage, batch) or _underflow(self._probe, tape, parts, damage)
         return Trace(
             bad, dict(tape.counts), tuple(tape.ends), result, len(tape.nodes), 0.0, error,
-            talked=tape.talked,
+            used_collectives=tape.used_collectives,
         )  # fmt: skip
 
 
@@ -273,7 +273,7 @@ def _from_elsewhere(tape: Tape, damage: Corrupted) -> Fault | None:
     outputs = tuple(TensorInfo.of(t) for t in read[0].outside[:1])
     return Fault(
         "backward", "all_reduce", _NOWHERE, cause, aten="c10d.allreduce", origin=False, outputs=outputs,
-        spoiled=damage, reached=("gradients of this rank",),
+        corrupted=damage, reached=("gradients of this rank",),
     )  # fmt: skip
 
 
@@ -299,7 +299,7 @@ def _bad_op(
     return Fault(
         node.phase, node.op, replace(node.location, function=None), cause, cures, aten=node.aten,
         origin=not node.outside, inputs=tuple(TensorInfo.of(t) for t in node.user_tensors()),
-        outputs=tuple(TensorInfo.of(t) for t in node.outs), spoiled=damage, reached=reached, **more,
+        outputs=tuple(TensorInfo.of(t) for t in node.outs), corrupted=damage, reached=reached, **more,
     )  # fmt: skip
 
 
@@ -350,7 +350,7 @@ def _unseen(damage: Corrupted, ends: tuple[str, ...]) -> Fault:
         "written by someone else",
     )
     phase = "optimizer" if all(e.startswith(("parameter", "state")) for e in ends) else "backward"
-    return Fault(phase, "unknown", _NOWHERE, cause, origin=False, spoiled=damage, reached=ends)
+    return Fault(phase, "unknown", _NOWHERE, cause, origin=False, corrupted=damage, reached=ends)
 
 
 def _underflow(probe: UnderflowProbe, tape: Tape, parts: StepParticipants, damage: Corrupted) -> Fault | None:
@@ -377,7 +377,7 @@ def _try_cures(
     bad = trace.bad
     local_fault = None if bad is None or bad.cause.kind == "rank" else bad
     through = trace.error is None or isinstance(trace.error, LossScaleCollapsed)
-    together = world_size() > 1 and trace.talked
+    together = world_size() > 1 and trace.used_collectives
     everyone = gather((local_fault, through), parts.group) if together else [(local_fault, through)]
     by_rank = [fault for fault, _ in everyone]
     faults = [fault for fault in by_rank if fault is not None]
@@ -412,6 +412,6 @@ def _say_others(bad: Fault, by_rank: Sequence[Fault | None]) -> None:
         bad.cause = Cause("unknown", text)
         return
     number, first = faults[0]
-    story = f"{first.phase}: {first.op} {first.placed}: {first.cause.words}"
+    story = f"{first.phase}: {first.op} {first.location.phrase}: {first.cause.words}"
     bad.cause = replace(bad.cause, text=f"rank {number} found the first bad op: {story}")
     bad.cures = list({cure.text: cure for _, fault in faults for cure in fault.cures}.values())
