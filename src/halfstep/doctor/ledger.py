@@ -78,9 +78,9 @@ def _number(value: Any) -> float:
 class Note:
     """One step: `number` counts the script's iterations, from 0; `bad` says what was first not finite.
 
-    `update`, `size`: Euclidean lengths of the update and of the weights before it. `rates`, `options`: the
-    learning rate and what else decides, by group; `schedule`: the class of what sets the rates. `rows`:
-    where inputs are largest. `nonfinite`: whose gradients are not finite as a step begins that may be skipped. `stale`: a
+    `update`, `size`: Euclidean lengths of the update and the weights before it. `rates`, `options`: learning
+    rate and further options by group; `schedule`: the class of what sets the rates. `rows`: where inputs are
+    largest. `nonfinite`: whose gradients are not finite as a step begins that may be skipped. `stale`: a
     parameter whose gradient is in part that of the step before; `flushed`: second moments that became zero.
     """
 
