@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from halfstep.gradients import cuda
+from halfstep.kernels.cuda import launch as cuda
 
 Work = Callable[[], object]
 Spread = list[float]

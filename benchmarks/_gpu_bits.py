@@ -15,7 +15,7 @@ from _gpu import DEVICE, TINY, failed, row
 from torch import nn
 
 import halfstep as hs
-from halfstep.gradients import cuda
+from halfstep.kernels.cuda import launch as cuda
 
 ROOT = Path(__file__).parents[1]
 PEERS = ("flashoptim", "torchao", "bitsandbytes", "apex", "transformer_engine")

@@ -9,7 +9,7 @@ from _gpu import DEVICE, TINY, device_ms, gpt2, graph_ms, host_ms, label_of_ours
 from torch import nn
 
 import halfstep as hs
-from halfstep.gradients import cuda
+from halfstep.kernels.cuda import launch as cuda
 from halfstep.optim import cuda as plans
 
 BF16, FP32 = torch.bfloat16, torch.float32

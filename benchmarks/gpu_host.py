@@ -17,7 +17,7 @@ os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
 import torch
 
 import halfstep as hs
-from halfstep.gradients import cuda
+from halfstep.kernels.cuda import launch as cuda
 
 COUNTS = (148, 400, 1000)
 ROUNDS = 60

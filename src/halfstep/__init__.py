@@ -22,12 +22,12 @@ from halfstep.errors import (
     UnsupportedError,
 )
 from halfstep.formats import FORMATS, Format, format_of, round_to
-from halfstep.gradients.outcome import Outcome
 from halfstep.numerics.lint import Audit, Finding, audit, lint
 from halfstep.numerics.replayable import Replayable
 from halfstep.numerics.trace import BadOp, Trace, first_bad_op, trace_step
 from halfstep.numerics.watch import Watch, watch
 from halfstep.optim.masters import MasterWeights
+from halfstep.outcome import Outcome
 from halfstep.policy.levels import LEVELS, Level
 from halfstep.policy.ops import Rule
 from halfstep.policy.plan import Plan, PlanRule

@@ -76,9 +76,9 @@ def test_the_parts_import_nothing_that_a_bare_machine_lacks():
 def test_rows_of_the_reference_say_so(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.syspath_prepend(str(SCRIPT.parent))
     optimizers = importlib.import_module("_gpu_optimizers")
-    monkeypatch.setattr("halfstep.gradients.cuda.why_not", lambda device: "a machine without Triton")
+    monkeypatch.setattr("halfstep.kernels.cuda.launch.why_not", lambda device: "a machine without Triton")
     assert optimizers.ours("exact", "8bit").name == "halfstep IN PLAIN TORCH bf16, exact / 8bit"
-    monkeypatch.setattr("halfstep.gradients.cuda.why_not", lambda device: "")
+    monkeypatch.setattr("halfstep.kernels.cuda.launch.why_not", lambda device: "")
     assert optimizers.ours("exact", "8bit").name == "halfstep bf16, exact / 8bit"
 
 

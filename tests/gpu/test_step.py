@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.errors import ConfigError, MasterRangeError, UnsupportedError
-from halfstep.gradients import cuda
+from halfstep.kernels.cuda import launch as cuda
 from halfstep.optim import SGD, AdamW
 from tests.gpu.machine import DEVICE, Machine
 from tests.gpu.test_kernels import assert_same, there

@@ -22,7 +22,7 @@ import warnings
 import torch
 from torch import nn
 import halfstep as hs
-from halfstep.gradients import outcome
+from halfstep import outcome
 from halfstep.numerics import watch
 from halfstep.optim import backends
 from tests import python_device

@@ -17,7 +17,7 @@ from torch import nn
 
 import halfstep
 from halfstep.errors import ConfigError, HalfstepWarning, UnsupportedError
-from halfstep.gradients import cuda
+from halfstep.kernels.cuda import launch as cuda
 from halfstep.optim import AdamW, backends
 from tests.falsecuda import build
 

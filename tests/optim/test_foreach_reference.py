@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfstep.errors import HalfstepWarning, UnsupportedError
-from halfstep.gradients import cuda
 from halfstep.gradients.stats import Clip
+from halfstep.kernels.cuda import launch as cuda
 from halfstep.optim import SGD, Adam, AdamW, Lion, backends, storage
 from halfstep.optim.bundles import tensor_groups_of
 from tests import falsecuda

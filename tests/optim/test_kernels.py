@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.errors import HalfstepWarning
-from halfstep.gradients import cpu as cpus_
-from halfstep.gradients import cpu as work_items
+from halfstep.gradients import cpu
+from halfstep.kernels.cpu import run as compiled
 from halfstep.optim import SGD, Adam, AdamW, Lion
 from halfstep.optim.bundles import TensorGroup
 
@@ -180,7 +180,7 @@ def test_a_part_has_the_random_bits_of_the_whole(
 def test_measure_equals_float64(dtype: torch.dtype):
     g = torch.Generator().manual_seed(5)
     grads = [(torch.randn(n, generator=g) * 3e-3).to(dtype) for n in (1, 63, 64, 1000, 200_003)]
-    finite, norm, amax = cpus_.measure(grads, 0.5)
+    finite, norm, amax = cpu.measure(grads, 0.5)
     wide = torch.cat(grads).double() * 0.5
     assert norm == pytest.approx(wide.norm().item(), rel=1e-6)
     assert amax == pytest.approx(wide.abs().max().item(), rel=1e-7)
@@ -193,10 +193,10 @@ def test_squares_of_bf16_are_added_in_float64_whatever_their_size(small: float, 
     # 4099: whole words of four and three more, in two runs of which the second holds nothing large
     grad = torch.full((4099,), small).to(BF16) * (torch.arange(4099) % 3 - 1)
     grad[:1024:5] = large
-    items = cpus_.WorkItems((4099,))
+    items = compiled.WorkItems((4099,))
     table = np.zeros((3, 1), np.int64)
     table[2] = grad.data_ptr()
-    kernel = cpus_.kernels().measurer(cpus_.GRADS[BF16], cpus_.kernels().WIDE)
+    kernel = compiled.kernels().measurer(compiled.GRADS[BF16], compiled.kernels().WIDE)
     kernel(0, len(items.sizes), items.items, table, items.found)
     squares, peaks, _ = items.found
     assert squares.sum() == pytest.approx(grad.double().square().sum().item(), rel=1e-14, abs=0)
@@ -209,7 +209,7 @@ def test_squares_of_bf16_are_added_in_float64_whatever_their_size(small: float, 
 def test_measure_sees_one_bad_value(dtype: torch.dtype, bad: float, place: int):
     good, grad = torch.ones(70_000, dtype=dtype), torch.ones(1000, dtype=dtype)
     grad[place] = bad
-    finite, _, amax = cpus_.measure([good, grad], 1.0)
+    finite, _, amax = cpu.measure([good, grad], 1.0)
     assert not finite
     assert not math.isfinite(amax)
 
@@ -232,14 +232,14 @@ def test_threads_share_the_work_and_agree(monkeypatch: pytest.MonkeyPatch):
     options = {**row[1], "master": row[3], "state_dtype": row[5]}
     alone, _ = run("auto", row[0], options, row[2], row[4])
     calls: list[int] = []
-    submit = work_items.ThreadPoolExecutor.submit
+    submit = compiled.ThreadPoolExecutor.submit
 
     def count(self: Any, *args: Any) -> Any:
         calls.append(1)
         return submit(self, *args)
 
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    monkeypatch.setattr(work_items.ThreadPoolExecutor, "submit", count)
+    monkeypatch.setattr(compiled.ThreadPoolExecutor, "submit", count)
     shared, _ = run("auto", row[0], options, row[2], row[4])
     assert calls
     for p, q in zip(alone, shared):
@@ -250,13 +250,13 @@ def test_without_numba_the_reference_runs_and_says_so_once(monkeypatch: pytest.M
     expected, _ = run("reference", AdamW, {}, BF16, BF16)
     monkeypatch.setitem(sys.modules, "halfstep.kernels.cpu.models", None)
     monkeypatch.delattr("halfstep.kernels.cpu.models", raising=False)  # loaded only where a kernel ran
-    cpus_.kernels.cache_clear()
+    compiled.kernels.cache_clear()
     try:
         with pytest.warns(HalfstepWarning, match="pip install numba") as said:
             params, _ = run("auto", AdamW, {}, BF16, BF16)
         assert len(said) == 1
     finally:
-        cpus_.kernels.cache_clear()
+        compiled.kernels.cache_clear()
     for p, q in zip(params, expected):
         assert torch.equal(bits(p), bits(q))
 

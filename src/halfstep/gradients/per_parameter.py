@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from halfstep.gradients.cpu import GRADS, kernels_if_worthwhile, work_items_for
+from halfstep.kernels.cpu.run import GRADS, kernels_if_worthwhile, work_items_for
 from halfstep.trees import Ends, dense_values, ends_of, home_device, stack_scalars
 
 

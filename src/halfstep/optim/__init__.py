@@ -1,7 +1,7 @@
 """Optimizers and master weights: what updates a model whose weights are 16 bits wide."""
 
-from halfstep.optim.base import SGD, Adam, AdamW, Lion
 from halfstep.optim.masters import MasterWeights, fp32_state_dict
+from halfstep.optim.optimizers import SGD, Adam, AdamW, Lion
 from halfstep.optim.resolution import lost_updates, resolution
 
 __all__ = [

@@ -15,9 +15,10 @@ from torch import Tensor
 from halfstep.devices.transfer import AsyncCopy, send_to_host
 from halfstep.errors import MasterRangeError
 from halfstep.gradients import cpu as cpus_
-from halfstep.gradients import cuda as gpus_
 from halfstep.gradients.stats import Clip, GradStats, clip_coefficient, combine, measure
 from halfstep.kernels import codes as L
+from halfstep.kernels.cpu.run import kernels
+from halfstep.kernels.cuda import launch
 from halfstep.optim import cuda, reference, rounding, storage
 from halfstep.optim.algorithms import Algorithm, Number
 from halfstep.optim.arguments import check_betas, numbers_of
@@ -81,9 +82,9 @@ def runner(backend: str, device: torch.device, algorithm: int | None = None) -> 
     if algorithm == L.NO_KERNEL:
         return "reference"
     if backend == "triton" or (backend == "auto" and device.type == "cuda"):
-        if gpus_.usable(device, backend == "triton"):
+        if launch.usable(device, backend == "triton"):
             return "triton"
-    elif backend == "auto" and device.type == "cpu" and cpus_.kernels() is not None:
+    elif backend == "auto" and device.type == "cpu" and kernels() is not None:
         return "numba"
     return "reference"
 

@@ -1,7 +1,7 @@
-"""The optimizers: torch's interface outside, the one-pass step inside.
+"""What all optimizers here do: torch's interface outside, the one-pass step inside.
 
 What is updated and with which scalars is decided here; arithmetic is in reference.py, storage in storage.py
-and the kernels. Each optimizer is a subclass that gives an algorithm and its arguments, nothing else.
+and the kernels, and each optimizer's algorithm and arguments are in optimizers.py.
 """
 
 import inspect
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AnySet
 from functools import partial
 from operator import itemgetter
-from typing import Any, ClassVar, TypedDict, Unpack, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -17,7 +17,6 @@ from torch import Tensor
 from halfstep.distributed import local_of
 from halfstep.distributed.shards import find_rank_local
 from halfstep.errors import ConfigError, MasterRangeError, UnsupportedError, warn
-from halfstep.gradients.outcome import Outcome, OutcomeQueue
 from halfstep.gradients.stats import (
     AnyStats,
     Clip,
@@ -29,7 +28,6 @@ from halfstep.gradients.stats import (
 )
 from halfstep.kernels import codes as L
 from halfstep.optim import (
-    algorithms,
     arguments,
     backends,
     bundles,
@@ -45,6 +43,7 @@ from halfstep.optim.bundles import Group, Place, TensorGroup
 from halfstep.optim.loading import MasterHolder, warn_of_zero_moments
 from halfstep.optim.release import PARTLY, GradientRelease
 from halfstep.optim.split import is_described
+from halfstep.outcome import Outcome, OutcomeQueue
 from halfstep.torch_private import (
     disable_dynamo,
     global_step_post_hooks,
@@ -514,6 +513,16 @@ class OnePassOptimizer(MasterHolder, torch.optim.Optimizer):
         """Return torch's state dict; each entry also says which 16-bit weight its low-order bits belong to.
         Where gradients are released, the first group holds what the next backward clips by.
         """
+        packed, parameters = self._undescribed_state(), parameters_of(self)
+        if self.release is not None:
+            packed["param_groups"][0]["release"] = self.release.state()
+        saved = cast("dict[Any, Group]", packed["state"])
+        described = {n: checkpoints.pack(saved.pop(n), p) for n, p in enumerate(parameters) if n in saved}
+        packed["state"] = {**described, **saved}
+        return packed
+
+    def _undescribed_state(self) -> Group:
+        """Return torch's state dict, for what keeps no low-order bits: no weight is read to describe it."""
         self._take_edits()
         whole, parameters = self.state, set(parameters_of(self))
         # A file could not name a parameter that left its group.
@@ -521,20 +530,9 @@ class OnePassOptimizer(MasterHolder, torch.optim.Optimizer):
             Any, {k: v for k, v in whole.items() if not isinstance(k, Tensor) or k in parameters}
         )
         try:
-            packed = super().state_dict()
+            return super().state_dict()
         finally:
             self.state = whole
-        if self.release is not None:
-            packed["param_groups"][0]["release"] = self.release.state()
-        saved = cast("dict[Any, Group]", packed["state"])
-        parameter_states = {
-            n: checkpoints.pack(saved[n], p) for n, p in enumerate(parameters_of(self)) if n in saved
-        }
-        packed["state"] = {
-            **parameter_states,
-            **{key: value for key, value in saved.items() if key not in parameter_states},
-        }
-        return packed
 
     @torch.no_grad()
     def _load_entry(self, p: Tensor, group: Group, place: Place, saved: Mapping[str, Any]) -> None:
@@ -590,172 +588,3 @@ def _step_outside(optimizer: OnePassOptimizer, *args: Any, **options: Any) -> An
 # What torch wraps every optimizer's step in; ours is marked `hooked` and goes through it only where a hook or
 # a profiler is there to see it, for it takes 15 us.
 _hooked_step: Any = torch.optim.Optimizer.profile_hook_step(OnePassOptimizer._step_checked_by_torch)  # pyright: ignore
-
-
-# ---- the optimizers: torch's arguments, and how weights and states are kept --------------------------------
-
-
-class Keeping(TypedDict, total=False):
-    """The options that every optimizer here takes beside its algorithm's.
-
-    Args:
-        maximize: True ascends instead of descending, as in torch.
-        master: "exact" (the default) keeps each 16-bit weight and the 16 low-order bits that it drops of
-            fp32; "fp32" keeps a separate fp32 copy with the same numbers; "stochastic" rounds a bf16 weight
-            at random and keeps nothing; None rounds it to nearest.
-        state_dtype: of the moments: "fp32" (the default), "bf16" (torch's dtypes of the two as well) or
-            "8bit". Where rows are shorter than 16, as in vectors, "8bit" keeps bf16, which takes no more.
-        clip_norm: clip the gradients of a bare `step()` to this total norm, over all groups; None does not.
-        skip_nonfinite: True takes no step where a gradient is inf or NaN.
-        release_gradients: True updates each parameter during backward and frees its gradient.
-        accumulate: "fp32" adds up the gradients of micro-batches in fp32; None in the weights' own dtype.
-        seed: keys all random rounding.
-        backend: "auto" runs Numba kernels on a CPU, Triton kernels on CUDA and plain torch elsewhere;
-            "reference" runs plain torch everywhere; "triton" insists on Triton.
-        differentiable: True is refused: a step is no part of a graph.
-    """
-
-    maximize: bool
-    master: str | None
-    state_dtype: str | torch.dtype
-    clip_norm: float | None
-    skip_nonfinite: bool
-    release_gradients: bool
-    accumulate: str | None
-    seed: int
-    backend: str
-    differentiable: bool
-
-
-class Adam(OnePassOptimizer):
-    """Adam (arXiv 1412.6980), arguments as in `torch.optim.Adam`: weight decay is added to the gradient.
-
-    Args:
-        params: parameters or parameter groups; a group may have its own `master` and `state_dtype`.
-        lr: the learning rate.
-        betas: the decay rates of the two moments.
-        eps: added to the root of the second moment.
-        weight_decay: the factor of the weight that is added to its gradient.
-        amsgrad: True keeps the largest second moment; runs in plain torch, several times slower, with fp32
-            states.
-        bias_correction: False takes the moments as they are, small in the first steps; groups may differ.
-        decoupled_weight_decay: True makes it AdamW.
-    """
-
-    def __init__(
-        self,
-        params: Any,
-        lr: float | Tensor = 1e-3,
-        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        amsgrad: bool = False,
-        *,
-        bias_correction: bool = True,
-        decoupled_weight_decay: bool = False,
-        **options: Unpack[Keeping],
-    ) -> None:
-        if not isinstance(bias_correction, bool):
-            raise ConfigError(f"bias_correction={bias_correction!r}: expected True or False")
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad}
-        defaults |= {"bias_correction": bias_correction, "decoupled_weight_decay": decoupled_weight_decay}
-        super().__init__(params, defaults, **options)
-
-    def algorithm(self, group: Mapping[str, Any]) -> Algorithm:
-        """L2 weight decay, unless the group says `decoupled_weight_decay`."""
-        if group["decoupled_weight_decay"]:
-            return algorithms.ADAMW_AMSGRAD if group["amsgrad"] else algorithms.ADAMW
-        return algorithms.ADAM_AMSGRAD if group["amsgrad"] else algorithms.ADAM
-
-
-class AdamW(Adam):
-    """AdamW with 16-bit weights (arXiv 1711.05101), arguments as in `torch.optim.AdamW`.
-
-    Args:
-        params: parameters or parameter groups; a group may have its own `master` and `state_dtype`.
-        lr: the learning rate.
-        betas: the decay rates of the two moments.
-        eps: added to the root of the second moment.
-        weight_decay: multiplied by the learning rate, the share of a weight that each step takes away.
-        amsgrad: True keeps the largest second moment; runs in plain torch, several times slower, with fp32
-            states.
-        bias_correction: False takes the moments as they are, small in the first steps; groups may differ.
-
-    The state of an Adam is loaded as torch's AdamW loads it: its numbers, and weight decay stays decoupled.
-    """
-
-    _fixed_options = frozenset({"decoupled_weight_decay"})
-
-    def __init__(
-        self,
-        params: Any,
-        lr: float | Tensor = 1e-3,
-        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
-        amsgrad: bool = False,
-        *,
-        bias_correction: bool = True,
-        **options: Unpack[Keeping],
-    ) -> None:
-        super().__init__(
-            params, lr, betas, eps, weight_decay, amsgrad,
-            bias_correction=bias_correction, decoupled_weight_decay=True, **options,
-        )  # fmt: skip
-
-
-class SGD(OnePassOptimizer):
-    """SGD with momentum and Nesterov, as in `torch.optim.SGD`.
-
-    Args:
-        params: parameters or parameter groups; a group may have its own `master` and `state_dtype`.
-        lr: the learning rate.
-        momentum: the factor of the momentum; 0 keeps none.
-        dampening: the share of a gradient that the momentum leaves out.
-        weight_decay: the factor of the weight that is added to its gradient.
-        nesterov: True looks ahead along the momentum.
-    """
-
-    def __init__(
-        self,
-        params: Any,
-        lr: float | Tensor = 1e-3,
-        momentum: float = 0.0,
-        dampening: float = 0.0,
-        weight_decay: float = 0.0,
-        nesterov: bool = False,
-        **options: Unpack[Keeping],
-    ) -> None:
-        rates = {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay}
-        super().__init__(params, {**rates, "nesterov": nesterov}, **options)
-
-    def algorithm(self, group: Mapping[str, Any]) -> Algorithm:
-        """Without momentum, with it, or Nesterov's."""
-        if group["momentum"] == 0:
-            return algorithms.SGD
-        return algorithms.SGD_NESTEROV if group["nesterov"] else algorithms.SGD_MOMENTUM
-
-
-class Lion(OnePassOptimizer):
-    """Lion (arXiv 2302.06675): the sign of an interpolated momentum; defaults of the paper's authors.
-
-    Args:
-        params: parameters or parameter groups; a group may have its own `master` and `state_dtype`.
-        lr: the learning rate, the size of every update.
-        betas: the weights of the momentum in the update, and in the momentum that is kept.
-        weight_decay: multiplied by the learning rate, the share of a weight that each step takes away.
-    """
-
-    def __init__(
-        self,
-        params: Any,
-        lr: float | Tensor = 1e-4,
-        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.99),
-        weight_decay: float = 0.0,
-        **options: Unpack[Keeping],
-    ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay}, **options)
-
-    def algorithm(self, group: Mapping[str, Any]) -> Algorithm:
-        """Sign descent."""
-        return algorithms.LION

@@ -22,8 +22,8 @@ from torch.autograd.graph import increment_version
 from halfstep.distributed import first_element, local_of, shard_groups
 from halfstep.distributed.reduce import groups_of_shards
 from halfstep.errors import ConfigError, UnsupportedError
-from halfstep.gradients import cpu as cpus_
 from halfstep.kernels import codes as L
+from halfstep.kernels.cpu.run import GRADS, WorkItems, kernels
 from halfstep.optim import arguments, entries, rounding, shards, storage
 from halfstep.optim.algorithms import Algorithm
 from halfstep.optim.shards import PLAIN
@@ -62,7 +62,7 @@ def _dense_grad(weight: Tensor, grad: Tensor, name: str) -> Tensor:
     grad = grad.detach().resolve_neg().as_subclass(Tensor)
     if not (weight.is_contiguous() and grad.is_contiguous()) and grad.stride() != weight.stride():
         grad = torch.empty_like(weight, dtype=grad.dtype).copy_(grad)
-    return grad if grad.dtype in cpus_.GRADS else grad.to(torch.float32)
+    return grad if grad.dtype in GRADS else grad.to(torch.float32)
 
 
 # ---- bundles ----------------------------------------------------------------------------------------------
@@ -139,7 +139,7 @@ class TensorGroup:
         """Collect everything, column by column; return whether nothing is missing or misplaced."""
         formats = {} if state_entries is None else self._state_dtypes()
         states = {} if state_entries is None else self._states_in(state_entries, formats)
-        if states is None or self.grad_dtype not in cpus_.GRADS or any(map(Tensor.is_neg, self.grads)):
+        if states is None or self.grad_dtype not in GRADS or any(map(Tensor.is_neg, self.grads)):
             return False
         count, counted = len(self.params), bool(states)
         columns = [self.weights, self.grads, *states.values()]  # the last is of counts of steps
@@ -204,24 +204,24 @@ class TensorGroup:
 
     def prepare(self) -> TensorGroup:
         """Make the kernels' arguments, one call a thread for all weights; return itself."""
-        self._table, self._work = self.table(), cpus_.WorkItems(self.elements, self.widths)
+        self._table, self._work = self.table(), WorkItems(self.elements, self.widths)
         return self
 
     def measure(self) -> tuple[Any, float, float]:
         """Measure the gradients: where they are split, the sum of squares and the largest magnitude."""
-        return (shard_groups(self.params[0]), *self._work.measure(cpus_.GRADS[self.grad_dtype], self._table))
+        return (shard_groups(self.params[0]), *self._work.measure(GRADS[self.grad_dtype], self._table))
 
     def totals(self) -> tuple[Any, float, float]:
         """Return the same, from what an update that measures has found."""
-        return (shard_groups(self.params[0]), *self._work.totals(cpus_.GRADS[self.grad_dtype], self._table))
+        return (shard_groups(self.params[0]), *self._work.totals(GRADS[self.grad_dtype], self._table))
 
     def update(self, hyper: Mapping[str, Any], factor: float, seed: int, measures: bool) -> bool:
         """Update every parameter, and measure if `measures`; true where one left its master's range.
 
         `hyper` is the group with Python numbers; `factor` multiplies the gradients.
         """
-        algorithm, kernels, steps = self.algorithm, cpus_.kernels(), np.empty(len(self.params))
-        same = kernels.step_counter()(self._table, steps)
+        algorithm, compiled, steps = self.algorithm, kernels(), np.empty(len(self.params))
+        same = compiled.step_counter()(self._table, steps)
         counts = [steps.item(0)] if same else steps.tolist()  # one row serves all
         rows = {step: (factor, *algorithm.scalars(hyper, step)) for step in set(counts)}
         scalars = np.array(list(map(rows.__getitem__, counts)), np.float32)
@@ -233,8 +233,8 @@ class TensorGroup:
                 rounding.key_of(bases, cast(Any, steps.astype(np.int64))) + places // L.PANEL * rounding.WEYL
             )
             self._table[KEY] = (keys & rounding.WORD) | (places % L.PANEL) << 32
-        formats = self.kind, cpus_.GRADS[self.grad_dtype], self.state_kind
-        self._work.run(kernels.updater(algorithm.code, *formats, measures), self._table, scalars)
+        formats = self.kind, GRADS[self.grad_dtype], self.state_kind
+        self._work.run(compiled.updater(algorithm.code, *formats, measures), self._table, scalars)
         increment_version(self.params)
         return self.kind == L.FP16_EXACT and bool(self._work.found[2].any())
 

@@ -20,11 +20,11 @@ from typing_extensions import TypeIs
 
 from halfstep.devices.transfer import capturing
 from halfstep.errors import UnsupportedError
-from halfstep.gradients import cuda
-from halfstep.gradients.cpu import GRADS
-from halfstep.gradients.cuda import kernels
 from halfstep.gradients.stats import Clip, GradStats, KernelStats, clip_coefficient
 from halfstep.kernels import codes as L
+from halfstep.kernels.cpu.run import GRADS
+from halfstep.kernels.cuda import launch as cuda
+from halfstep.kernels.cuda.launch import kernels
 from halfstep.optim import storage
 from halfstep.optim.arguments import check_betas
 from halfstep.optim.bundles import (

@@ -19,8 +19,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from halfstep.devices import capturing
 from halfstep.distributed import local_of
 from halfstep.errors import CheckpointError, ConfigError, UnsupportedError
-from halfstep.gradients import cuda as gpus_
-from halfstep.gradients.cpu import GRADS, WorkItems, kernels, run_ranges
+from halfstep.kernels.cpu.run import GRADS, WorkItems, kernels, run_ranges
+from halfstep.kernels.cuda import launch as gpus_
 from halfstep.names import fqn, named_parameters
 from halfstep.optim import checkpoints, cuda
 from halfstep.optim.loading import HooksOfHolder, MasterHolder

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.optim.base import AdamW
+from halfstep.optim import AdamW
 from halfstep.recipes.measure import storage_bytes
 from halfstep.tuning.engine import clock_of
 

@@ -1,6 +1,6 @@
 """Loss scales, the scaler with torch's interface, and what a step's outcome was."""
 
-from halfstep.gradients.outcome import Outcome
+from halfstep.outcome import Outcome
 from halfstep.scaling.grad_scaler import GradScaler
 from halfstep.scaling.headroom import HeadroomLossScale
 from halfstep.scaling.loss_scale import (

@@ -26,9 +26,9 @@ from torch.amp import grad_scaler as torchs
 from halfstep import devices, distributed
 from halfstep.devices import refuse_capture
 from halfstep.errors import CheckpointError, ConfigError, ScalerStateError, UnsupportedError, show, warn
-from halfstep.gradients.outcome import Outcome, OutcomeQueue, StepRecord
 from halfstep.gradients.stats import GradStats, measure_whole
 from halfstep.gradients.unscale import any_of, unscale_
+from halfstep.outcome import Outcome, OutcomeQueue, StepRecord
 from halfstep.scaling.headroom import HeadroomLossScale
 from halfstep.scaling.loss_scale import (
     LARGEST_SCALE,

@@ -20,7 +20,7 @@ from typing_extensions import TypeIs
 
 from halfstep.devices import refuse_reading
 from halfstep.errors import ConfigError, show
-from halfstep.gradients import cuda
+from halfstep.kernels.cuda import launch as cuda
 from halfstep.trees import as_float32, map_floats, move_to, multiply, reciprocal
 
 #: The largest power of two in float32: no scale lies above.

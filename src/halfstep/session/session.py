@@ -27,13 +27,13 @@ from halfstep.distributed import all_ranks, world_size
 from halfstep.distributed.reduce import largest_of_ranks
 from halfstep.errors import ConfigError, UnsupportedError, show, warn
 from halfstep.formats import dtype_name
-from halfstep.gradients.outcome import Outcome, OutcomeQueue, StepRecord
 from halfstep.gradients.stats import AnyStats, check_clip
 from halfstep.numerics.replayable import Replayable
 from halfstep.numerics.uncast import casts_weights, no_region, ran_wide, weights_fault
 from halfstep.optim.release import PARTLY
 from halfstep.optim.replicas import listen_to_wraps
 from halfstep.optim.resolution import find_idle_steps
+from halfstep.outcome import Outcome, OutcomeQueue, StepRecord
 from halfstep.policy.levels import LOW_DTYPES
 from halfstep.scaling.loss_scale import LossScale, NoLossScale
 from halfstep.scaling.skips import SkipCount

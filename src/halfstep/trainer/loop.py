@@ -37,9 +37,9 @@ from halfstep.distributed import (
     world_size,
 )
 from halfstep.errors import CheckpointError, ConfigError, DataError, HalfstepError, show
-from halfstep.gradients.outcome import Outcome
 from halfstep.numerics.replayable import Replayable
 from halfstep.numerics.trace import Trace
+from halfstep.outcome import Outcome
 from halfstep.session.prepare import prepare
 from halfstep.trainer.records import Callback, History, Logger, Metric, ProgressBar, StepLog
 from halfstep.trees import move_to, stack_scalars

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import halfstep as hs
-from halfstep.gradients import cuda
+from halfstep.kernels.cuda import launch as cuda
 
 MASTERS = 18  # bytes an element: gradients widened 6, masters compared with weights 6 and rounded into them 6
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from halfstep.errors import ConfigError, UnsupportedError
 from halfstep.optim import SGD, AdamW, algorithms
 from halfstep.optim.algorithms import Algorithm
-from halfstep.optim.base import Keeping
+from halfstep.optim.optimizers import Keeping
 from halfstep.torch_private import (
     foreach_add_,
     foreach_addcmul_,

@@ -6,9 +6,9 @@ import pickle
 import pytest
 import torch
 
+from halfstep import outcome as outcome_module
 from halfstep.devices.transfer import send_to_host
-from halfstep.gradients import outcome as outcome_module
-from halfstep.gradients.outcome import Outcome, OutcomeQueue
+from halfstep.outcome import Outcome, OutcomeQueue
 
 
 def outcome(finite: bool = True, **kwargs) -> Outcome:

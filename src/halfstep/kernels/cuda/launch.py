@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from halfstep.devices import capturing
 from halfstep.errors import UnsupportedError, warn
 
 
@@ -48,7 +47,7 @@ def why_not(device: torch.device) -> str:
         return "AMD GPUs, for which the arithmetic of the Triton kernels was not verified"
     if kernels() is None:
         return "a machine where Triton cannot be imported: pip install triton"
-    if device.type != "cuda" or (torch.cuda.is_available() and capturing(device)):
+    if device.type != "cuda" or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
         return ""  # a graph under capture may not load a kernel; the steps before it have tried
     return _failure(device)
 
