@@ -1,17 +1,21 @@
 """Time and memory of what surrounds the steps of a large model: prepare, save, load; beside torch's own.
 
-    python benchmarks/large.py [--parameters 4e8] [--rows NAME ...] [--out FILE]
+    python benchmarks/large.py [--parameters 4e8] [--rows NAME ...] [--rounds 3] [--out FILE]
 
-Each row is a process of its own, and each act in it is measured by the clock and by the kernel's count
-of resident memory (`VmHWM`, reset before the act): bytes at rest before the act, the peak during it, bytes
-at rest after it, all in GiB. The model is a stack of square layers, so that its largest tensor is a small
-part of it. Linux only. Writes large.json.
+Each row is a process of its own, and each act in it is measured by the clock, by the processor time that it
+took, and by the kernel's count of resident memory (`VmHWM`, reset before the act): bytes at rest before the
+act, the peak during it, bytes at rest after it, all in GiB. Acts that are compared take turns: `prepare`
+and `model.bfloat16()`; saving and writing as many bytes with a checksum; loading and reading them with one.
+The model is a stack of square layers, so that its largest tensor is a small part of it. Linux only. Writes
+large_400m.json, say.
 """
 
 import argparse
 import ctypes
 import gc
+import hashlib
 import json
+import os
 import re
 import shutil
 import statistics
@@ -49,48 +53,84 @@ def reset_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
-def measured(act: Callable[[], Any], times: int = 1) -> dict[str, float]:
-    """Median seconds of an act; resident GiB before, at the peak, after."""
+def measured(act: Callable[[], Any]) -> dict[str, float]:
+    """Seconds of an act, by the clock and of the processor; resident GiB before, at the peak and after."""
     reset_peak()
-    before, seconds = resident("VmRSS"), list[float]()
-    for _ in range(times):
-        began = time.perf_counter()
-        act()
-        seconds.append(time.perf_counter() - began)
-    peak = resident("VmHWM")
+    before, cpu, began = resident("VmRSS"), time.process_time(), time.perf_counter()
+    act()
+    row = {"seconds": time.perf_counter() - began, "cpu": time.process_time() - cpu, "before": before}
+    row["peak"] = resident("VmHWM")
     reset_peak()
-    rows = {"before": before, "peak": peak, "after": resident("VmRSS")}
-    return {"seconds": round(statistics.median(seconds), 2), **{k: round(v, 2) for k, v in rows.items()}}
+    return {**row, "after": resident("VmRSS")}
+
+
+def median_of(rows: list[dict[str, float]]) -> dict[str, float]:
+    return {key: round(statistics.median(row[key] for row in rows), 2) for key in rows[0]}
+
+
+def medians(rounds: int, **acts: Callable[[], Any]) -> dict[str, dict[str, float]]:
+    """The median of each number of several acts that take turns."""
+    rows: dict[str, list[dict[str, float]]] = {name: [] for name in acts}
+    for _ in range(rounds):
+        for name, act in acts.items():
+            rows[name].append(measured(act))
+    return {name: median_of(found) for name, found in rows.items()}
 
 
 def model_of(parameters: float) -> nn.Module:
-    layers = max(1, round(parameters / WIDTH**2))
-    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)))
+    """A stack of layers with the same weights, which are quickly made."""
+    count, values = max(1, round(parameters / WIDTH**2)), torch.randn(WIDTH, WIDTH) / WIDTH**0.5
+    layers = [nn.utils.skip_init(nn.Linear, WIDTH, WIDTH, bias=False) for _ in range(count)]
+    with torch.no_grad():
+        for layer in layers:
+            layer.weight.copy_(values)
+    return nn.Sequential(*layers)
 
 
-def digest_of(folder: Path) -> None:
-    """Read every byte below a folder, with a checksum."""
-    import hashlib
+def files_in(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
 
-    for path in sorted(folder.rglob("*")):
-        if path.is_file():
-            with open(path, "rb") as file:
-                hashlib.file_digest(file, "sha256")
+
+def read_with_checksum(folder: Path) -> None:
+    for path in files_in(folder):
+        with open(path, "rb") as file:
+            hashlib.file_digest(file, "sha256")
+
+
+def write_with_checksum(like: Path, folder: Path) -> None:
+    """Write as many bytes as a folder holds into another one, which then replaces what has its name."""
+    part, new = memoryview(os.urandom(1 << 20)), folder.with_name("new")
+    new.mkdir()
+    for path in files_in(like):
+        digest, left = hashlib.sha256(), path.stat().st_size
+        with open(new / path.name, "wb") as file:
+            while left:
+                chunk = part[: min(left, len(part))]
+                digest.update(chunk)
+                left -= file.write(chunk)
+            file.flush()
+            os.fsync(file.fileno())
+    shutil.rmtree(folder, ignore_errors=True)
+    new.rename(folder)
 
 
 class Run:
     """One row: a model, its optimizer and, with halfstep, the session."""
 
     def __init__(self, row: str, parameters: float) -> None:
-        self.level, kind = row.split() if row.startswith("O") else ("torch", "torch")
+        self.level, self.kind = row.split() if row.startswith("O") else ("torch", "torch")
+        self.parameters, self.x = parameters, torch.randn(8, WIDTH)
+        self.build()
+
+    def build(self) -> None:
+        """Begin anew."""
+        self.model = self.optimizer = self.amp = None
         torch.manual_seed(0)
-        self.model = model_of(parameters)
-        if kind == "torch":
-            self.optimizer: Any = torch.optim.AdamW(self.model.parameters(), fused=True)
+        self.model = model_of(self.parameters)
+        if self.kind == "torch":
+            self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True)
         else:
-            self.optimizer = hs.optim.AdamW(self.model.parameters(), state_dtype=kind)
-        self.amp: Any = None
-        self.x = torch.randn(8, WIDTH)
+            self.optimizer = hs.optim.AdamW(self.model.parameters(), state_dtype=self.kind)
 
     def prepare(self) -> None:
         self.amp = hs.prepare(self.model, self.optimizer, level=self.level, dtype="bf16")
@@ -106,29 +146,36 @@ class Run:
         self.amp.backward(loss)
         self.amp.step(clip_norm=1.0)
 
-    def acts(self, folder: Path) -> dict[str, Any]:
+    def acts(self, folder: Path, rounds: int) -> dict[str, Any]:
         found: dict[str, Any] = {}
         if self.level != "torch":
-            found["prepare"] = measured(self.prepare)
-        found["first steps"] = measured(self.step, 2)
-        found["step"] = measured(self.step, 3)
-        saved = folder / "saved"
-        saves, loads = self._ways(saved)
-        for name in saves:
+            for _ in range(rounds):
+                for name in ("model.bfloat16()", "prepare"):
+                    self.build()
+                    act = self.prepare if name == "prepare" else self.model.bfloat16
+                    found.setdefault(name, []).append(measured(act))
+            found = {name: median_of(rows) for name, rows in found.items()}
+        found |= medians(1, **{"first step": self.step})
+        found |= medians(rounds, step=self.step)
+        saved, copy = folder / "saved", folder / "copy"
+        for name, (write, read) in self._ways(saved).items():
             shutil.rmtree(saved, ignore_errors=True)
             saved.mkdir()
-            found[f"save by {name}"] = measured(saves[name])
-            found[f"save by {name}"]["bytes"] = sum(p.stat().st_size for p in saved.rglob("*") if p.is_file())
-            found[f"load by {name}"] = measured(loads[name])
-        found["read with checksum"] = measured(lambda: digest_of(saved))
-        found["step after load"] = measured(self.step, 3)
+            beside = {f"write as much as {name}": lambda: write_with_checksum(saved, copy)}
+            found |= medians(rounds, **{f"save by {name}": write}, **beside)
+            found[f"save by {name}"]["bytes"] = sum(path.stat().st_size for path in files_in(saved))
+            beside = {f"read what {name} wrote": lambda: read_with_checksum(saved)}
+            found |= medians(rounds, **{f"load by {name}": read}, **beside)
+        found |= medians(rounds, **{"step after load": self.step})
         return found
 
-    def _ways(self, folder: Path) -> tuple[dict[str, Callable[[], Any]], dict[str, Callable[[], Any]]]:
+    def _ways(self, folder: Path) -> dict[str, tuple[Callable[[], Any], Callable[[], Any]]]:
+        """How to save and to load, by name."""
         if self.level != "torch":
-            at = folder / "run"
-            return {"halfstep": lambda: self.amp.save(at)}, {"halfstep": lambda: self.amp.load(at)}
-        file = folder / "run.pt"
+            return {
+                "halfstep": (lambda: self.amp.save(folder / "run"), lambda: self.amp.load(folder / "run"))
+            }
+        file, at = folder / "run.pt", folder / "dcp"
 
         def state() -> dict[str, Any]:
             return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
@@ -139,40 +186,40 @@ class Run:
             self.optimizer.load_state_dict(read["optimizer"])
 
         def save_dcp() -> None:
-            dcp.save(state(), checkpoint_id=folder / "dcp", no_dist=True)
+            shutil.rmtree(at, ignore_errors=True)
+            dcp.save(state(), checkpoint_id=at, no_dist=True)
 
         def load_dcp() -> None:
-            dcp.load(state(), checkpoint_id=folder / "dcp", no_dist=True)
+            dcp.load(state(), checkpoint_id=at, no_dist=True)
 
-        saves = {"torch.save": lambda: torch.save(state(), file), "dcp": save_dcp}
-        return saves, {"torch.save": load, "dcp": load_dcp}
+        return {"torch.save": (lambda: torch.save(state(), file), load), "dcp": (save_dcp, load_dcp)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--parameters", type=float, default=4e8)
     parser.add_argument("--rows", nargs="*", default=list(ROWS), choices=ROWS)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path, help="default: this machine's folder in results/")
     parser.add_argument("--row", help="only this, in this process")
     given = parser.parse_args()
     if given.row:
         with tempfile.TemporaryDirectory() as folder:
-            print(json.dumps(Run(given.row, given.parameters).acts(Path(folder))))
+            print(json.dumps(Run(given.row, given.parameters).acts(Path(folder), given.rounds)))
         return
-    models = [model_of(given.parameters)]
-    count = sum(p.numel() for p in models[0].parameters())
+    count = sum(p.numel() for p in model_of(given.parameters).parameters())
     found: dict[str, Any] = {"parameters": count, "fp32_gib": round(count * 4 / GIB, 2)}
-    found["model.bfloat16()"] = measured(models[0].bfloat16)
-    models.clear()
     for row in given.rows:
-        command = [sys.executable, __file__, "--parameters", str(given.parameters), "--row", row]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        options = ["--parameters", str(given.parameters), "--rounds", str(given.rounds), "--row", row]
+        done = subprocess.run(
+            [sys.executable, __file__, *options], capture_output=True, text=True, check=False
+        )
         if done.returncode:
             sys.exit(f"{row}: {done.stderr[-2000:]}")
-        found[row] = json.loads(done.stdout.splitlines()[-1])
+        found[row] = {**json.loads(done.stdout.splitlines()[-1]), "load_average": os.getloadavg()[0]}
         for act, numbers in found[row].items():
-            print(f"{row:12s} {act:22s} {json.dumps(numbers)}", flush=True)
-    save("large", found, given.out)
+            print(f"{row:12s} {act:28s} {json.dumps(numbers)}", flush=True)
+    save(f"large_{given.parameters / 1e6:.0f}m", found, given.out)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch._dynamo
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 import halfstep as hs
@@ -408,3 +409,86 @@ def test_an_op_that_a_policy_bans_is_refused_by_export(strict):
 
     with pytest.raises(Exception, match="exp is banned under bf16"):
         torch.export.export(Exported(refused), (X,), strict=strict)
+
+
+class Residual(nn.Module):
+    def __init__(self, channels):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(channels, channels, 3, padding=1), nn.BatchNorm2d(channels)
+
+    def forward(self, x):
+        return x + self.norm(self.conv(x)).relu()
+
+
+def residual():
+    return nn.Sequential(nn.Conv2d(3, 8, 3), Residual(8), Residual(8), nn.Flatten(), nn.LazyLinear(4))
+
+
+def language_model(name):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 32}
+    if name == "gpt2":
+        config = transformers.GPT2Config(
+            vocab_size=64, n_layer=2, n_head=2, n_embd=32, bos_token_id=None, eos_token_id=None
+        )
+        return transformers.GPT2LMHeadModel(config)
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(intermediate_size=64, num_key_value_heads=1, **sizes)
+    )
+
+
+def graphs(name, level):
+    """Graphs and frames after each of three steps of a compiled model, and breaks in all."""
+    torch._dynamo.reset()
+    counters.clear()
+    torch.manual_seed(0)
+    model = residual() if name == "residual" else language_model(name)
+    batch = torch.randn(2, 3, 8, 8) if name == "residual" else torch.randint(0, 64, (2, 8))
+    if name == "residual":
+        model(batch)
+    amp = None
+    if level != "torch.autocast":
+        amp = hs.prepare(model, hs.optim.SGD(model.parameters(), lr=0.1), level=level, dtype="bf16")
+    fast, seen = torch.compile(model, backend="eager"), []
+    for _ in range(3):
+        with torch.autocast("cpu", BF16) if amp is None else amp.autocast():
+            out = fast(batch)
+        loss = (out if name == "residual" else out.logits).float().square().mean()
+        loss.backward() if amp is None else amp.backward(loss)
+        if amp is not None:
+            amp.step()
+        seen.append((counters["stats"]["unique_graphs"], counters["frames"]["total"]))
+    return seen, sum(counters["graph_break"].values())
+
+
+@one_graph
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["residual", "gpt2", "llama"])
+def test_a_prepared_model_is_as_many_graphs_as_under_torchs_autocast_and_none_later(name):
+    (wanted, *_), breaks = graphs(name, "torch.autocast")
+    for level in ("O1", "O2", "O3"):
+        seen, broken = graphs(name, level)
+        assert seen == [seen[0]] * 3, (level, "compiled after the first step", seen)
+        assert broken == breaks, level
+        outputs = int(level == "O2" and name != "residual")  # torch compiles hooks apart from `forward`
+        assert seen[0] == (wanted[0] + outputs, wanted[1] + outputs), (level, seen[0], wanted)
+
+
+@one_graph
+@pytest.mark.long
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+def test_torchs_option_rounds_between_joined_ops_as_eager_mode_does():
+    torch.manual_seed(119)
+    x, w, b = torch.randn(2, 15, 32), torch.randn(17, 32), torch.randn(17)
+
+    def f(x, w, b):
+        with hs.autocast("cpu", BF16, kernels="native"):
+            y = torch.nn.functional.linear(x, w, b)
+            return torch.nn.functional.gelu(y).float() * 1.5 + y.float()
+
+    eager, options = f(x, w, b), {"emulate_precision_casts": True}
+    joined = (torch.compile(f, backend="inductor", fullgraph=True)(x, w, b) - eager).abs()
+    torch._dynamo.reset()
+    rounded = (torch.compile(f, backend="inductor", fullgraph=True, options=options)(x, w, b) - eager).abs()
+    assert rounded.max() < 1e-5 < 1e-3 < joined.max()
+    assert (rounded > 1e-6).sum() < 20 < 100 < (joined > 1e-6).sum()

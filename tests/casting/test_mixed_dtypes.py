@@ -1,8 +1,13 @@
 """Ops that join tensors or write into one take 16 bits and fp32 beside each other in a region."""
 
+import functools
+import itertools
+
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.testing._internal.common_methods_invocations import op_db
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 import halfstep as hs
 
@@ -31,6 +36,8 @@ JOINED = {
     "index_reduce": lambda a, b: a.index_reduce(0, ROWS, b, "amax"),
     "put": lambda a, b: a.put(PICKED, b),
     "lerp": lambda a, b: a.lerp(b, 0.5),
+    "heaviside": lambda a, b: a.heaviside(b),
+    "meshgrid": lambda a, b: torch.stack(torch.meshgrid(a[0], b[0], indexing="ij")),
     "embedding_bag": lambda a, b: F.embedding_bag(PICKED, a, mode="sum", per_sample_weights=b),
 }
 WRITTEN = {
@@ -66,7 +73,10 @@ def test_what_joins_tensors_gives_the_widest(name, one, other):
         out = JOINED[name](a, b)
     assert out.dtype == torch.float32
     assert torch.equal(out, JOINED[name](a.float(), b.float()))
-    if name != "index_reduce":  # torch lacks the derivative of "amax" there
+    if name not in (
+        "index_reduce",
+        "heaviside",
+    ):  # torch lacks the derivative of the first, the other has none
         out.sum().backward()
         assert (a.grad.dtype, b.grad.dtype) == (one, other)
 
@@ -101,3 +111,67 @@ def test_products_of_compressed_sparse_rows_run_in_a_region(product):
     assert torch.equal(out, product(*low).bfloat16())
     out.float().sum().backward()
     assert b.grad.dtype == torch.float32
+
+
+TORCHS_ERROR = {
+    "_batch_norm_with_update", "_chunk_cat", "_native_batch_norm_legit", "_softmax_backward_data",
+    "histogram", "histogramdd", "isclose", "allclose", "native_batch_norm", "native_group_norm",
+    "nn.functional.batch_norm", "nn.functional.instance_norm", "nn.functional.linear_cross_entropy",
+    "sparse.mm.reduce", "sparse.mm", "addbmm_", "addmm_", "addmv_", "baddbmm_",
+}  # fmt: skip
+"""Ops that take no mixture under torch.autocast either: kernels below those that users call, running
+statistics of another dtype than the weights, products added in place, comparisons."""
+
+
+def attempt(call, region):
+    """How a call ends in a region: "", our error or torch's."""
+    try:
+        with region:
+            call()
+    except hs.HalfstepError:
+        return "ours"
+    except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
+        return str(error) or "raised"
+    return ""
+
+
+def cast_every_other(sample, first, second):
+    """The arguments with fp32 tensors alternately in two dtypes, and how many there are."""
+    leaves, spec = tree_flatten((sample.input, sample.args, sample.kwargs))
+    places = [i for i, t in enumerate(leaves) if isinstance(t, torch.Tensor) and t.dtype == torch.float32]
+    for count, i in enumerate(places):
+        leaves[i] = leaves[i].detach().clone().to(second if count % 2 else first)
+    return tree_unflatten(leaves, spec), len(places)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.filterwarnings("ignore")
+def test_no_op_of_torch_fails_on_16_bits_beside_fp32_where_it_takes_either():
+    """Every op of OpInfo with two tensors, as function, method and in place; none where torch's works."""
+    pairs, worse, new = 0, set(), set()
+    dtypes = (torch.float32, torch.bfloat16)
+    for info in op_db:
+        if torch.float32 not in info.supported_dtypes("cpu") or info.name.startswith("jiterator"):
+            continue
+        forms = {"": info.op, "()": info.method_variant, "_": info.inplace_variant}
+        for sample in itertools.islice(info.sample_inputs("cpu", torch.float32), 6):
+            for (form, f), mixture in itertools.product(forms.items(), (dtypes, dtypes[::-1])):
+                if f is None or cast_every_other(sample, *mixture)[1] < 2:
+                    continue
+                pairs += 1
+
+                def call(first, second, f=f, sample=sample):
+                    (x, args, kwargs), _ = cast_every_other(sample, first, second)
+                    f(x, *args, **kwargs)
+
+                mixed = functools.partial(call, *mixture)
+                if attempt(mixed, hs.autocast("cpu", "bf16")) in ("", "ours"):
+                    continue
+                if attempt(mixed, torch.autocast("cpu", torch.bfloat16)) == "":
+                    worse.add(info.name + form)
+                alone = [attempt(functools.partial(call, d, d), hs.autocast("cpu", "bf16")) for d in dtypes]
+                if alone == ["", ""] and info.name + form.rstrip("()") not in TORCHS_ERROR:
+                    new.add(info.name + form)
+    assert pairs > 4000
+    assert not worse, f"torch.autocast takes these: {worse}"
+    assert not new, new

@@ -50,7 +50,9 @@ def test_all_random_programs_and_waits():
 
 
 @pytest.mark.skipif(bool(NO_DEVICE), reason=NO_DEVICE)
-@pytest.mark.parametrize("group", ["steps", pytest.param("training", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "group", ["steps", *(pytest.param(g, marks=pytest.mark.long) for g in ("observation", "training"))]
+)
 def test_ordinary_tests_pass_with_their_tensors_on_the_device(group: str):
     run("--default-device", "cuda", "-m", "not exhaustive and not long", *selection.GROUPS[group])
 

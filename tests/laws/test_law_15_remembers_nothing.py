@@ -158,12 +158,12 @@ def run(seeds):
 
 
 def test_a_step_after_any_edit_is_that_of_a_fresh_optimizer():
-    run(range(40))
+    run(range(24))
 
 
 @pytest.mark.long
-def test_so_is_one_of_sixty_more():
-    run(range(40, 100))
+def test_so_is_one_of_seventy_more():
+    run(range(24, 100))
 
 
 @pytest.mark.exhaustive

@@ -211,3 +211,17 @@ def test_statistics_of_16_bits_take_fp32_inputs(kind, low):
     torch.testing.assert_close(out, expected, atol=1e-4, rtol=0)
     assert net[0].running_mean.dtype == parse_dtype(low)
     torch.testing.assert_close(net[0].running_mean.float(), right.running_mean, rtol=2**-8, atol=0)
+
+
+@pytest.mark.parametrize(("level", "low"), LEVELS[1::2])
+@pytest.mark.parametrize("path", ["block", "block.inner"])
+@pytest.mark.parametrize("edited", [None, "linear"])
+@pytest.mark.parametrize("rule", [hs.Rule.LOW, hs.Rule.KEEP])
+def test_a_rule_of_ops_trains_and_runs_outside_of_a_region(level, low, path, edited, rule):
+    given = {"rule": rule} if edited is None else {"ops": {edited: rule}}
+    net, amp = prepared(level, low, hs.PlanRule(path, **given))
+    train(net, amp)
+    tokens = torch.zeros(2, 4, dtype=torch.long)
+    net(tokens)
+    with amp.evaluating():
+        assert net(tokens).isfinite().all()

@@ -168,6 +168,8 @@ def runner(
         return _in_place_runner(site) if site.name.endswith("_") else _widest_runner(site)
     if rule is Rule.KEEP and site.name in _NORM_PARAMETERS:
         return _norm_runner(site)
+    if rule is Rule.KEEP and native is Rule.LOW:
+        return _keep_runner(site)
     # Torch's own kernel stands in the way: even its promotion refuses fp16 in a bf16 region.
     is_native = site.native is None and site.summing is call_of(site.op)
     return None if is_native else lambda _, args, kwargs: site.call_below_autocast(args, kwargs)
@@ -353,6 +355,18 @@ def _widest_runner(site: OpOnDevice) -> Runner:
         if target is None or len(dtypes) == 1:
             return site.call_below_autocast(args, kwargs)
         return _cast_below(site, target, args, kwargs)
+
+    return run
+
+
+def _keep_runner(site: OpOnDevice) -> Runner:
+    """What a product is given is cast to the dtype of its first floating tensor."""
+
+    def run(_: Any, args: Args, kwargs: Kwargs) -> Any:
+        if wide := _dtypes(args, kwargs) & _WIDE:
+            return _run_wide(site, wide, args, kwargs)
+        dtype = next((t.dtype for t in tensors_of([*args, *kwargs.values()]) if t.dtype in CASTABLE), _F32)
+        return _cast_below(site, dtype, args, kwargs)
 
     return run
 

@@ -113,6 +113,11 @@ def _full_convolution(m: _Make) -> tuple[Any, ...]:
     return (*_images(m, 3, 2), m.t(3), [1, 1], [0, 0], [1, 1], False, [0, 0], 1)
 
 
+def _pivots(m: _Make) -> Tensor:
+    """Return the pivots of a factorisation of three rows that swapped none."""
+    return torch.arange(1, 4, dtype=torch.int32).to(m.t(1).device)
+
+
 def _corners(m: _Make) -> Tensor:
     """Return where the largest of each quarter of a 4 x 4 image was, one channel."""
     return (m.i(1, 2, 2) * 2) + torch.tensor([[0], [8]]).to(m.t(1).device)
@@ -128,14 +133,14 @@ _UNARY = (
     "fft_irfft2 fft_rfftn fft_irfftn fft_hfft fft_ihfft nuclear_norm linalg_matrix_norm"
 )
 _BINARY = (
-    "dist cdist cosine_similarity mse_loss l1_loss smooth_l1_loss huber_loss kl_div atan2 add sub mul "
-    "div eq equal ge gt le lt ne binary_cross_entropy_with_logits polar linalg_vecdot soft_margin_loss"
+    "heaviside dist cdist cosine_similarity mse_loss l1_loss smooth_l1_loss huber_loss kl_div atan2 add sub "
+    "mul div eq equal ge gt le lt ne binary_cross_entropy_with_logits polar linalg_vecdot soft_margin_loss"
 )
 _MATRIX_OPS = (
     "cholesky cholesky_inverse inverse pinverse linalg_cond linalg_matrix_rank linalg_cholesky "
     "linalg_svdvals linalg_eigvals linalg_eigvalsh linalg_inv geqrf _lu_with_info qr svd linalg_qr "
-    "linalg_cholesky_ex linalg_svd linalg_eig linalg_eigh linalg_inv_ex linalg_matrix_sqrth trace "
-    "matrix_exp linalg_matrix_exp"
+    "linalg_cholesky_ex linalg_svd linalg_eig linalg_eigh linalg_inv_ex linalg_matrix_sqrth linalg_pinv "
+    "trace matrix_exp linalg_matrix_exp"
 )
 _GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 _UPSAMPLES_2D = "upsample_bilinear2d _upsample_bilinear2d_aa upsample_bicubic2d _upsample_bicubic2d_aa"
@@ -211,8 +216,9 @@ _ARGUMENTS: dict[str, Callable[[_Make], tuple[Any, ...]]] = {
     "ctc_loss": lambda m: (torch.log_softmax(m.t(6, 1, 3), -1), m.i(1, 2) + 1, [6], [2]),
     "binary_cross_entropy": lambda m: (m.u(3, 4), m.u(3, 4)),
     "cholesky_solve": lambda m: (m.t(3, 2), m.eye(3)),
-    **dict.fromkeys(("linalg_solve", "linalg_lstsq"), lambda m: (m.eye(3), m.t(3, 2))),
-    "lu_solve": lambda m: (m.t(3, 2), m.eye(3), torch.arange(1, 4, dtype=torch.int32).to(m.t(1).device)),
+    **dict.fromkeys(("linalg_solve", "linalg_solve_ex", "linalg_lstsq"), lambda m: (m.eye(3), m.t(3, 2))),
+    **dict.fromkeys(("linalg_lu_solve", "linalg_ldl_solve"), lambda m: (m.eye(3), _pivots(m), m.t(3, 2))),
+    "lu_solve": lambda m: (m.t(3, 2), m.eye(3), _pivots(m)),
     **dict.fromkeys(("orgqr", "linalg_householder_product"), lambda m: (m.eye(3), m.u(3))),
     "ormqr": lambda m: (m.eye(3), m.u(3), m.t(3, 2)),
     "linalg_tensorinv": lambda m: (m.eye(4), 1),
@@ -234,6 +240,7 @@ _ARGUMENTS: dict[str, Callable[[_Make], tuple[Any, ...]]] = {
         lambda m: (m.t(1, 2, 4, 4), m.t(1, 3, 3, 2), 0, 0, False),
     ),
     "grid_sampler_3d": lambda m: (m.t(1, 2, 4, 4, 4), m.t(1, 3, 3, 3, 3), 0, 0, False),
+    **dict.fromkeys(("meshgrid", "cartesian_prod"), lambda m: ([m.t(2), m.t(3)],)),
     **dict.fromkeys(("cat", "stack"), lambda m: ([m.t(2, 3), m.t(2, 3)],)),
     "where": lambda m: (m.i(2, 3) > 0, m.t(2, 3), m.t(2, 3)),
     "index_put": lambda m: (m.t(3), [m.i(2)], m.t(2)),

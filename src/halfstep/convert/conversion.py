@@ -484,6 +484,9 @@ class Casting:
         output = rule.output or (torch.float32 if ends_fp64 else None)
         if edge and output is not None and output != dtype and not default_in_fp32:
             self._cast("outputs", path, module, output, rule.reason)
+        elif edge and dtype in LOW_DTYPES and (above is None or above.dtype in (None, torch.float32)):
+            why = "what follows is in fp32 outside of a region"
+            self._cast("outputs", path, module, torch.float32, why, regions=False)
 
     def _edit_ops(self, path: str, module: nn.Module, rule: PlanRule, computes: Rule | None) -> None:
         edits = dict(rule.ops)
@@ -491,7 +494,7 @@ class Casting:
             edits = {**dict.fromkeys(FP32_OUT_OPS, Rule.FP32_OUT), **edits}
             self._cast("outputs", path, module, torch.float32, rule.reason)
         elif rule.output is not None and rule.required and computes is None:
-            self._cast("outputs", path, module, rule.output, rule.reason, only_in_regions=bool(path))
+            self._cast("outputs", path, module, rule.output, rule.reason, regions=True if path else None)
         if edits:
             level_low = self.level is not None and self.level.param_role == "low"
             stored_low = level_low or rule.dtype == self.low
@@ -542,14 +545,14 @@ class Casting:
         module: nn.Module,
         dtype: torch.dtype,
         why: str,
-        only_in_regions: bool = False,
+        regions: bool | None = None,
     ) -> None:
-        """Cast the floating "inputs" or "outputs" of a module; outputs may be cast in a region alone."""
+        """Cast the floating "inputs" or "outputs" of a module; `regions` as `CastOutputs` has it."""
         power = self.record._power
         if what == "inputs":
             handle = module.register_forward_pre_hook(CastInputs(power, dtype), with_kwargs=True)
         else:
-            handle = module.register_forward_hook(CastOutputs(power, dtype, only_in_regions))
+            handle = module.register_forward_hook(CastOutputs(power, dtype, regions))
         self.record._handles.append(handle)
         self._note(path, what, None, dtype, why)
 

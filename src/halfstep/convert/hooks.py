@@ -66,15 +66,19 @@ class CastInputs:
 
 
 class CastOutputs:
-    """Forward hook: floating outputs to `dtype`; `only_in_regions`: where the ops that follow cast too."""
+    """Forward hook: floating outputs to `dtype`.
 
-    def __init__(self, power: HookSwitch, dtype: torch.dtype, only_in_regions: bool = False) -> None:
-        self.power, self.dtype, self.only_in_regions = power, dtype, only_in_regions
+    `regions`: True casts only in regions, where the ops that follow cast too, False only outside of them.
+    """
+
+    def __init__(self, power: HookSwitch, dtype: torch.dtype, regions: bool | None = None) -> None:
+        self.power, self.dtype, self.regions = power, dtype, regions
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Return the output in place of the module's own."""
         if not self.power.on or (
-            self.only_in_regions and not torch.is_autocast_enabled(first_device((output, args)))
+            self.regions is not None
+            and torch.is_autocast_enabled(first_device((output, args))) != self.regions
         ):
             return None
         return cast_floats(output, self.dtype)

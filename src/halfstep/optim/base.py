@@ -486,6 +486,16 @@ class OnePassOptimizer(MasterHolder, torch.optim.Optimizer):
         """Return torch's state dict; each entry also says which 16-bit weight its low-order bits belong to.
         Where gradients are released, the first group holds what the next backward clips by.
         """
+        packed, parameters = self._undescribed_state(), parameters_of(self)
+        if self.release is not None:
+            packed["param_groups"][0]["release"] = self.release.state()
+        saved = cast("dict[Any, Group]", packed["state"])
+        described = {n: checkpoints.pack(saved.pop(n), p) for n, p in enumerate(parameters) if n in saved}
+        packed["state"] = {**described, **saved}
+        return packed
+
+    def _undescribed_state(self) -> Group:
+        """Return torch's state dict, for what keeps no low-order bits: no weight is read to describe it."""
         self._take_edits()
         whole, parameters = self.state, set(parameters_of(self))
         # A file could not name a parameter that left its group.
@@ -493,20 +503,9 @@ class OnePassOptimizer(MasterHolder, torch.optim.Optimizer):
             Any, {k: v for k, v in whole.items() if not isinstance(k, Tensor) or k in parameters}
         )
         try:
-            packed = super().state_dict()
+            return super().state_dict()
         finally:
             self.state = whole
-        if self.release is not None:
-            packed["param_groups"][0]["release"] = self.release.state()
-        saved = cast("dict[Any, Group]", packed["state"])
-        parameter_states = {
-            n: checkpoints.pack(saved[n], p) for n, p in enumerate(parameters_of(self)) if n in saved
-        }
-        packed["state"] = {
-            **parameter_states,
-            **{key: value for key, value in saved.items() if key not in parameter_states},
-        }
-        return packed
 
     @torch.no_grad()
     def _load_entry(self, p: Tensor, group: Group, place: Place, saved: Mapping[str, Any]) -> None:

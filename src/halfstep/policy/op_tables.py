@@ -40,7 +40,8 @@ _UPSAMPLES = (
 )
 # These stay in fp32 at every level: in 16 bits torch refuses them on CPU (trace: torch 2.11 alone).
 NO_16_BIT_KERNEL = (
-    f"{_FACTORISATIONS} {_FFTS} stft istft polar view_as_complex quantile nanquantile avg_pool3d cdist pdist"
+    f"{_FACTORISATIONS} linalg_solve_ex linalg_lu_solve linalg_ldl_solve linalg_pinv"
+    f" {_FFTS} stft istft polar view_as_complex quantile nanquantile avg_pool3d cdist pdist"
     " nuclear_norm ctc_loss multi_margin_loss multilabel_margin_loss multilabel_margin_loss_forward"
     " _grid_sampler_2d_cpu_fallback _upsample_bilinear2d_aa _upsample_bicubic2d_aa trace"
 )
@@ -200,7 +201,7 @@ HALFSTEP: Groups = (
         "widest",
         "joins tensors: none of them loses bits",
         "cat stack where index_copy addcdiv addcmul atan2 bilinear cross linalg_cross tensordot lerp"
-        " masked_scatter scatter put",
+        " masked_scatter scatter put heaviside meshgrid cartesian_prod",
     ),
     (
         "widest",

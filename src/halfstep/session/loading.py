@@ -30,7 +30,15 @@ from halfstep.optim.saved_masters import SavedMasters
 from halfstep.optim.shards import as_dtensor
 from halfstep.optim.shards import local_part as cut_state
 from halfstep.session.preparation import OwnMasters
-from halfstep.session.saving import Named, box_of, make_ready, names_in, optimizer_names, tensors_of
+from halfstep.session.saving import (
+    Named,
+    box_of,
+    make_ready,
+    names_in,
+    optimizer_names,
+    tensors_of,
+    undescribed_state,
+)
 from halfstep.session.steppers import weights_of
 from halfstep.torch_private import load_hooks
 from halfstep.trees import parameters_of
@@ -454,7 +462,7 @@ def _read_groups(
         if about.default is None
     }
     sources = _match_groups(optimizer, names, saved)
-    for number, (source, new) in enumerate(zip(sources, optimizer.state_dict()["param_groups"])):
+    for number, (source, new) in enumerate(zip(sources, undescribed_state(optimizer)["param_groups"])):
         options = shardfiles.unpack(saved["groups"][source], read)
         _check_options(f"parameter group {number}", options, new, empty=optional)
         keeps = {key: new[key] for key in ("params", "param_names") if key in new}

@@ -87,6 +87,12 @@ def optimizer_names(session: Session, tensors: list[Named] | None = None) -> lis
     ]
 
 
+def undescribed_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return its state dict; one of `halfstep.optim` does not say which weights its masters belong to."""
+    is_one_pass = isinstance(optimizer, OnePassOptimizer)
+    return optimizer._undescribed_state() if is_one_pass else optimizer.state_dict()
+
+
 def _piece_of(t: Tensor, number: int, group: Group | None) -> Piece | None:
     """This rank's piece of a tensor, None where another rank writes it."""
     placed: Any = t
@@ -272,7 +278,7 @@ def _manifest(
     shared, of_rank_0 = partial(put, itertools.count(1)), partial(put, itertools.repeat(0))
     optimizers = list[Any]()
     for index, (optimizer, names) in enumerate(zip(session.optimizers, optimizer_names(session))):
-        state = optimizer.state_dict()
+        state = undescribed_state(optimizer)
         optimizers.append(
             {
                 "algorithm": checkpoint.algorithm_of(optimizer),
