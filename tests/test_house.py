@@ -62,6 +62,16 @@ def test_files_named_in_pages_exist(page):
     assert gone == []
 
 
+def test_files_named_in_the_source_exist():
+    known = {
+        path.name for top in ("src", "tests", "docs", "benchmarks") for path in (ROOT / top).rglob("*.py")
+    }
+    pages = [*PACKAGE.rglob("*.py"), *PACKAGE.rglob("*.md")]
+    named = {(page.name, n) for page in pages for n in re.findall(r"`[\w/]*?(\w+\.py)\b", page.read_text())}
+    assert len(named) > 100
+    assert {(page, name) for page, name in named if name not in {*known, "file.py"}} == set()
+
+
 def calls():
     """Each call in the package, with where it stands."""
     for path in sorted(PACKAGE.rglob("*.py")):

@@ -2,7 +2,7 @@
 
 A policy says which numbers an op gives; by which of several implementations is decided here, per class of op
 (its kind, dtype, geometry, size, threads, and what needs a gradient) and direction, from measured times, from
-a file, or by one word. The implementations are in `kernel_functions.py`, the measuring in `kernel_probes.py`.
+a file, or by one word. The implementations are in `kinds/`, the measuring in `kernel_probes.py`.
 """
 
 from __future__ import annotations
