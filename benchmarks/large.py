@@ -7,7 +7,7 @@ took, and by the kernel's count of resident memory (`VmHWM`, reset before the ac
 act, the peak during it, bytes at rest after it, all in GiB. Acts that are compared take turns: `prepare`
 and `model.bfloat16()`; saving and writing as many bytes with a checksum; loading and reading them with one.
 The model is a stack of square layers, so that its largest tensor is a small part of it. Linux only. Writes
-large.json.
+large_400m.json, say.
 """
 
 import argparse
@@ -78,8 +78,13 @@ def medians(rounds: int, **acts: Callable[[], Any]) -> dict[str, dict[str, float
 
 
 def model_of(parameters: float) -> nn.Module:
-    layers = max(1, round(parameters / WIDTH**2))
-    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)))
+    """A stack of layers with the same weights, which are quickly made."""
+    count, values = max(1, round(parameters / WIDTH**2)), torch.randn(WIDTH, WIDTH) / WIDTH**0.5
+    layers = [nn.utils.skip_init(nn.Linear, WIDTH, WIDTH, bias=False) for _ in range(count)]
+    with torch.no_grad():
+        for layer in layers:
+            layer.weight.copy_(values)
+    return nn.Sequential(*layers)
 
 
 def files_in(folder: Path) -> list[Path]:
@@ -214,7 +219,7 @@ def main() -> None:
         found[row] = {**json.loads(done.stdout.splitlines()[-1]), "load_average": os.getloadavg()[0]}
         for act, numbers in found[row].items():
             print(f"{row:12s} {act:28s} {json.dumps(numbers)}", flush=True)
-    save("large", found, given.out)
+    save(f"large_{given.parameters / 1e6:.0f}m", found, given.out)
 
 
 if __name__ == "__main__":

@@ -39,9 +39,9 @@ TAIL = """\
 ## Measured
 
 `python benchmarks/large.py --parameters 2e9 --rows "O2 8bit"`, resident memory of a process on a CPU with
-24 GiB, Python and torch included (0.4 GiB): a model of 7.44 GiB in fp32 takes 11.5 GiB in `prepare`, 11.7
-at rest, 15.4 at the peak of a step, 11.7 while `amp.save` writes its 11.2 GiB and 11.7 while `amp.load`
-reads them.
+24 GiB, of which Python and torch take 0.4 GiB, Numba and the kernels that it compiled 0.13: a model of
+7.44 GiB in fp32 takes 11.5 GiB in `prepare`, 11.7 at rest, 15.4 at the peak of a step, 11.7 while
+`amp.save` writes its 11.2 GiB and 11.7 while `amp.load` reads them.
 
 ## What comes on top
 
@@ -56,9 +56,10 @@ reads them.
 - `amp.save(background=True)` copies what it writes to the host first: fp32 weights and the states.
 - `amp.revert()`, `hs.Trainer`'s checkpoints, and `state_dict()` and `load_state_dict()` of `hs.optim` take
   what is there and the largest tensor again. torch's optimizers make all states anew in `load_state_dict`
-  before they drop the old ones, unless those that come have the right dtype and device, which they keep;
-  masters are copied in place. What you hand to it is yours: `torch.load(path, mmap=True)` leaves it in the
-  file.
+  before they drop the old ones (8 bytes a parameter more for AdamW, 4 for SGD with momentum, with or without
+  halfstep), unless those that come have the right dtype and device, which they keep: call
+  `optimizer.state.clear()` first. Masters are copied in place. What you hand to it is yours:
+  `torch.load(path, mmap=True)` leaves it in the file.
 - Hugging Face's Trainer and accelerate write an optimizer's state as it is, and read the whole file before
   they hand it over: resuming took 10.3 and 10.7 bytes a parameter more than is there at rest with
   `hs.optim.AdamW` (8 of states, 2 of lacking bits), and 4.0 with torch's AdamW, which keeps the states that

@@ -16,7 +16,7 @@ import halfstep as hs
 from halfstep.cli import _tune_script, main
 from halfstep.cli._foreign_script import ForeignScript
 from halfstep.cli.tune import _code, _lines
-from halfstep.doctor.process import Enough, in_words, run_main, seed
+from halfstep.doctor.process import StopScript, in_words, run_main, seed
 from halfstep.recipes import runs
 from halfstep.tuning import choices
 from halfstep.tuning.choices import LevelChoice, Trial, decide, gradient_bound
@@ -34,7 +34,7 @@ def tried(script: Foreign, dtype: torch.dtype | None, folder: Path) -> ForeignSc
 
     def stepped() -> None:
         if next(left, None) is None:
-            raise Enough
+            raise StopScript
 
     path.write_text(script.text)
     foreign = ForeignScript(dtype, stepped)

@@ -6,9 +6,10 @@ steps; or better than without, and the step well. That is so to the end, or unti
 
 import pytest
 
-from halfstep.doctor.edit import is_gone, write_cure
+from halfstep.doctor.edit import is_gone, write_dose
 from halfstep.errors import ConfigError
-from halfstep.numerics.fault import UNTRIED, WORKS
+from halfstep.numerics.remedies.base import UNTRIED, WORKS
+from halfstep.numerics.remedies.loss import DivideLoss
 from tests.doctor.test_diff import applied, examined
 from tests.doctor.test_zoo import FAULTS
 from tests.doctor.whole import is_better, trains_as, whole, whole_in_fp32
@@ -29,9 +30,9 @@ def test_what_is_said_of_a_cure_holds_of_the_whole_script(name, tmp_path, monkey
     fault = document.faults[0]
     fp32, without = whole_in_fp32(text, path), whole(text, path)
 
-    def cured(cure, spec, new):
+    def cured(cure, dose, new):
         until = fault.step + cure.over if len(document.faults) > 1 and cure.status == WORKS else None
-        times = 2.0 ** spec[1] if spec[0] == "loss" else 1.0
+        times = 2.0**dose.bits if isinstance(dose, DivideLoss) else 1.0
         run = whole(new, path)
         alike = trains_as(run, fp32, fault.step, until, times)
         better = alike or is_better(run, without, fault.step, until, times)
@@ -46,8 +47,8 @@ def test_what_is_said_of_a_cure_holds_of_the_whole_script(name, tmp_path, monkey
 
     wrong = []
     for cure in fault.cures:
-        doses = zip(cure.specs, cure.doses or [("", cure.code)]) if cure.status != UNTRIED else ()
-        ways = [(spec, new) for spec, (_, code) in doses for new in write_cure(text, spec, fault, code)]
+        doses = cure.doses if cure.status != UNTRIED else ()
+        ways = [(dose, new) for dose in doses for new in write_dose(text, dose, fault.location)]
         if ways and any(cured(cure, *way) for way in ways) != (cure.status == WORKS):
             wrong.append(f"{cure.kind} {cure.verdict}: {cure.text}")
     assert not wrong

@@ -1,5 +1,6 @@
 """`--diff` and `--write-plan`: cures that can be pasted were run before, and change nothing else."""
 
+import dataclasses
 import subprocess
 import sys
 import warnings
@@ -10,9 +11,16 @@ import torch
 import halfstep as hs
 from halfstep.cli import main
 from halfstep.doctor import script as _script
-from halfstep.doctor.edit import is_gone, with_plan, write_cure
+from halfstep.doctor.edit import is_gone, with_plan, write_dose
 from halfstep.doctor.script import examine_script
-from halfstep.numerics.fault import WORKS, Cause, Fault
+from halfstep.numerics.remedies.base import WORKS, Both
+from halfstep.numerics.remedies.bf16 import UseBf16
+from halfstep.numerics.remedies.chain import CastBack
+from halfstep.numerics.remedies.edge import KeepFromEdge, LargerEpsilon
+from halfstep.numerics.remedies.exponent import LogSumExp, Shift
+from halfstep.numerics.remedies.full import RunInFp32
+from halfstep.numerics.remedies.loss import DivideLoss
+from halfstep.numerics.remedies.scale import ScaleAround
 from halfstep.numerics.tape import OpLocation
 from tests.doctor.test_zoo import FAULTS, FIRST, cases, named, run_here
 
@@ -20,7 +28,7 @@ from tests.doctor.test_zoo import FAULTS, FIRST, cases, named, run_here
 DAILY = {
     "overflow_that_is_swallowed", "adam_in_half", "distance_of_equal_points", "updates_lost_to_rounding",
 }  # fmt: skip
-LONG = {"second_behind_the_first", "summed_loss", "squares_summed_in_half"}
+LONG = {"norm_by_hand_in_half", "second_behind_the_first", "summed_loss", "squares_summed_in_half"}
 #: Cures that some scripts are too unlike others to be edited for.
 BY_HAND = ("bf16", "full")
 
@@ -138,74 +146,76 @@ def test_a_recipe_has_no_text_to_change(option, capsys):
     assert "expect a script, ending in .py" in capsys.readouterr().err
 
 
-def fault(module="", in_region=False):
-    return Fault("forward", "", OpLocation(module, "", None, "", 0, in_region=in_region), Cause("range", ""))
-
+NOWHERE = OpLocation("", "", None, "", 0)
 
 WRITTEN = {
-    "both operands": (("full_here", "mul", "", 1), "y = a * (b + 1)", "y = a.float() * ((b + 1).float())"),
-    "in place": (("full_here", "add", "", 1), "y += x", "y = y.float() + (x)"),
-    "a method": (("full_here", "sum", "", 1), "y = x.half().sum(-1)", "y = x.half().float().sum(-1)"),
+    "both operands": (RunInFp32("mul", "", 1), "y = a * (b + 1)", "y = a.float() * ((b + 1).float())"),
+    "in place": (RunInFp32("add", "", 1), "y += x", "y = y.float() + (x)"),
+    "a method": (RunInFp32("sum", "", 1), "y = x.half().sum(-1)", "y = x.half().float().sum(-1)"),
     "a product": (
-        ("scale", "matmul", "", 1, 4, False),
+        ScaleAround("matmul", "", 1, 4, False),
         "y = q @ k",
         "y = (((q * 2.0**-4) @ k).float() * 2.0**4)",
     ),
     "a factor that is a sum": (
-        ("scale", "mul", "", 1, 4, False),
+        ScaleAround("mul", "", 1, 4, False),
         "y = (a + b) * c",
         "y = (((((a + b) * 2.0**-4)) * c).float() * 2.0**4)",
     ),
     "a module with a bias": (
-        ("scale", "linear", "", 1, 4, True),
+        ScaleAround("linear", "", 1, 4, True),
         "y = self.a(x)",
         "y = ((self.a((x * 2.0**-4)).float() - self.a.bias) * 2.0**4 + self.a.bias)",
     ),
     "a function with a bias": (
-        ("scale", "linear", "", 1, 4, True),
+        ScaleAround("linear", "", 1, 4, True),
         "y = F.linear(x, w, b)",
         "y = ((F.linear((x * 2.0**-4), w, b).float() - b) * 2.0**4 + b)",
     ),
     "a softmax by hand": (
-        ("shift", "exp", "", 1, -1),
+        Shift("exp", "", 1, (-1,)),
         "e = (q @ k).exp()",
         "e = (((q @ k) - (q @ k).amax(-1, keepdim=True))).exp()",
     ),
     "logsumexp by hand": (
-        ("logsumexp", "exp", "", 1, 1, 1),
+        LogSumExp("exp", "", 1, 1, (1,)),
         "y = torch.log(torch.exp(a + b).sum(1))",
         "y = torch.logsumexp(a + b, 1)",
     ),
-    "a divisor": (("clamp", "div", "", 1, 1e-4), "y = a / (b - c)", "y = a / ((b - c).clamp_min(0.0001))"),
+    "a divisor": (KeepFromEdge("div", "", 1, 1e-4), "y = a / (b - c)", "y = a / ((b - c).clamp_min(0.0001))"),
     "a divisor of either sign": (
-        ("clamp", "div", "", 1, 1e-4, True),
+        KeepFromEdge("div", "", 1, 1e-4, True),
         "y = a / b",
         "y = a / torch.where((b).abs() < 0.0001, 0.0001, b)",
     ),
-    "an epsilon": (("epsilon", "add", "", 1, 6.1e-5), "y = x / (n + 1e-8)", "y = x / (n + 6.1e-05)"),
-    "a comment stays": (("loss", 3), "loss.backward()  # mine\n", "(loss / 8).backward()  # mine\n"),
-    "a scaler's loss": (("loss", 3), "s.scale(a + b).backward()", "s.scale(((a + b) / 8)).backward()"),
-    "a sum's loss": (("loss", 3), "(a + b).backward()", "(((a + b) / 8)).backward()"),
+    "a norm by hand": (
+        Both(RunInFp32("pow", "", 1), CastBack("mul", "", 2)),
+        "m = x.pow(2).mean(-1)\nx = x * torch.rsqrt(m)",
+        "m = x.float().pow(2).mean(-1)\nx = (x * torch.rsqrt(m)).half()",
+    ),
+    "an epsilon": (LargerEpsilon("add", "", 1, 6.1e-5), "y = x / (n + 1e-8)", "y = x / (n + 6.1e-05)"),
+    "a comment stays": (DivideLoss(3), "loss.backward()  # mine\n", "(loss / 8).backward()  # mine\n"),
+    "a scaler's loss": (DivideLoss(3), "s.scale(a + b).backward()", "s.scale(((a + b) / 8)).backward()"),
+    "a sum's loss": (DivideLoss(3), "(a + b).backward()", "(((a + b) / 8)).backward()"),
     "bf16 of a sum": (
-        ("bf16",),
+        UseBf16(),
         "z = (y.half() - x.to(torch.half)).half()",
         "z = (y.bfloat16() - x.to(torch.bfloat16)).bfloat16()",
     ),
-    "letters of two bytes": (("full_here", "mul", "", 1), "y = ä * b", "y = ä.float() * b"),
+    "letters of two bytes": (RunInFp32("mul", "", 1), "y = ä * b", "y = ä.float() * b"),
 }
 
 
 @pytest.mark.parametrize("case", WRITTEN)
 def test_a_cure_is_written_into_the_expression_it_is_about(case):
-    spec, before, after = WRITTEN[case]
-    assert after in write_cure(before, spec, fault())
+    dose, before, after = WRITTEN[case]
+    assert after in write_dose(before, dose, NOWHERE)
 
 
 def test_an_op_that_autocast_would_cast_again_leaves_the_region():
-    (first, *_) = write_cure(
-        "def f(q, k):\n    return q @ k\n", ("full_here", "matmul", "", 2), fault(in_region=True),
-        'with torch.autocast("cuda", enabled=False): ...',
-    )  # fmt: skip
+    dose = RunInFp32("matmul", "", 2, code='with torch.autocast("cuda", enabled=False): ...')
+    in_region = dataclasses.replace(NOWHERE, in_region=True)
+    (first, *_) = write_dose("def f(q, k):\n    return q @ k\n", dose, in_region)
     assert first == (
         'def f(q, k):\n    with torch.autocast("cuda", enabled=False):\n        return q.float() @ k\n'
     )
@@ -213,10 +223,10 @@ def test_an_op_that_autocast_would_cast_again_leaves_the_region():
 
 def test_a_rule_is_added_where_the_session_is_made():
     plain, own = "amp = hs.prepare(m, o)\n", "amp = hs.prepare(m, o, policy=p, level='O1')\n"
-    spec = ("full", "linear", "", 1)
-    assert next(write_cure(plain, spec, fault())) == 'amp = hs.prepare(m, o, policy="full=linear")\n'
+    dose = RunInFp32("linear", "", 1, by_rule=True)
+    assert next(write_dose(plain, dose, NOWHERE)) == 'amp = hs.prepare(m, o, policy="full=linear")\n'
     told = "amp = hs.prepare(m, o, policy=hs.Policy.parse(p).with_rules(full=[\"linear\"]), level='O1')\n"
-    assert next(write_cure(own, spec, fault())) == told
+    assert next(write_dose(own, dose, NOWHERE)) == told
 
 
 def test_the_diff_is_of_the_text_that_was_run(tmp_path, monkeypatch):

@@ -8,8 +8,10 @@ from torch import nn
 
 import halfstep as hs
 from halfstep.doctor.ledger import Ledger, Note
-from halfstep.numerics.cures import larger_scale, lift_loss_scale
-from halfstep.numerics.fault import WORKS, Cause, Fault
+from halfstep.numerics.cause import Cause
+from halfstep.numerics.fault import Fault
+from halfstep.numerics.remedies.base import WORKS
+from halfstep.numerics.remedies.loss import larger_scale, lift_loss_scale
 from halfstep.numerics.snapshot import StepParticipants
 from halfstep.numerics.tape import OpLocation
 from halfstep.numerics.trace import first_bad_op

@@ -5,7 +5,8 @@ import math
 import pytest
 
 from halfstep.doctor import CauseFound, Fault
-from halfstep.doctor.ledger import Knobs, Ledger, Note, quiet_faults, with_roots
+from halfstep.doctor.ledger import GroupOptions, Ledger, Note, quiet_faults, with_roots
+from halfstep.numerics.remedies.loop import LimitRates
 from halfstep.numerics.tape import OpLocation
 from halfstep.numerics.watch import LostUpdates
 
@@ -44,14 +45,14 @@ def test_a_rate_that_jumped_is_the_root_of_an_overflow_steps_later():
     (fault,) = with_roots(ledger, [overflow(7)])
     assert (fault.step, fault.cause.kind, fault.where) == (5, "learning rate", "t.py:9")
     assert "then: step 8: forward: linear in 2 (Linear), t.py:5" in fault.story()
-    assert fault.cures[0].specs == [("rate", 0.01)]
+    assert fault.cures[0].doses == [LimitRates((0.01,))]
 
 
 def test_a_jump_is_told_from_the_rate_of_the_step_before():
     ledger = run([0.1] * 5 + [9e3], [1.0] * 6, rates=[0.1, 0.2, 0.18, 0.17, 0.16, 1e3])
     (fault,) = quiet_faults(ledger)
     assert "it jumps from 0.16 to 1000" in fault.cause.text
-    assert fault.cures[0].specs == [("rate", 0.2)]
+    assert fault.cures[0].doses == [LimitRates((0.2,))]
 
 
 def test_updates_that_are_lost_are_told_at_the_first_step_that_loses_them():
@@ -65,7 +66,9 @@ def test_updates_that_are_lost_are_told_at_the_first_step_that_loses_them():
 
 
 def test_bad_data_after_a_jump_stays_a_fault_of_its_own():
-    ledger = run([0.1] * 5 + [9e3, 0.1], [1.0] * 7, rates=[0.01] * 5 + [1e3, 0.01], bad="loss", spoiled=True)
+    ledger = run(
+        [0.1] * 5 + [9e3, 0.1], [1.0] * 7, rates=[0.01] * 5 + [1e3, 0.01], bad="loss", lasting_damage=True
+    )
     assert with_roots(ledger, [overflow(6, "data")])[0].cause.kind == "data"
 
 
@@ -76,7 +79,7 @@ def test_a_first_real_rate_after_almost_none_is_no_spike():
 
 
 def test_a_loss_that_grew_is_told_with_the_step_whose_update_it_came_of():
-    ledger = run([1.0] * 4, [2.0, 2.5, 4e3, math.nan], sizes=[1, 1, 50, 2e3], bad="loss", spoiled=True)
+    ledger = run([1.0] * 4, [2.0, 2.5, 4e3, math.nan], sizes=[1, 1, 50, 2e3], bad="loss", lasting_damage=True)
     (fault,) = with_roots(ledger, [overflow(3)])
     assert (fault.step, fault.cause.kind) == (1, "divergence")
     assert "learning rate of 0.01 is too large" in fault.cause.text
@@ -90,21 +93,21 @@ def test_a_loss_that_grew_over_still_weights_is_not_the_rates_fault():
 
 
 def test_a_division_by_zero_is_not_explained_by_a_growing_loss():
-    ledger = run([1.0] * 4, [2.0, 2e2, 4e5, math.nan], bad="loss", spoiled=True)
+    ledger = run([1.0] * 4, [2.0, 2e2, 4e5, math.nan], bad="loss", lasting_damage=True)
     assert [f.cause.kind for f in with_roots(ledger, [overflow(3, "mathematics")])] == ["mathematics"]
 
 
 def test_a_weight_decay_beyond_two_steps_is_named():
     ledger = run([1.0] * 12, [10.0 ** (i * 2) for i in range(12)])
     for note in ledger.notes:
-        note.knobs = (Knobs(weight_decay=300.0),)
+        note.options = (GroupOptions(weight_decay=300.0),)
     (fault,) = quiet_faults(ledger)
     assert "weight decay 300 times the learning rate is 3" in fault.cause.text
 
 
 @pytest.mark.parametrize(("betas", "code"), [((0.9, 0.0), "betas=(0.9, 0.999)"), ((0.9, 0.999), "eps=1e-4")])
 def test_a_large_update_of_small_gradients_blames_the_divisor(betas, code):
-    ledger = run([1e-3] * 5 + [50.0], [1.0] * 6, gradient=0.0, knobs=(Knobs(0.0, betas, 1e-8),))
+    ledger = run([1e-3] * 5 + [50.0], [1.0] * 6, gradient=0.0, options=(GroupOptions(0.0, betas, 1e-8),))
     (fault,) = quiet_faults(ledger)
     assert "though the gradients are no larger" in fault.cause.text
     assert [c.code for c in fault.cures] == [code]

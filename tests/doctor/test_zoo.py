@@ -14,7 +14,7 @@ import halfstep as hs
 from halfstep.compat.apex import amp
 from halfstep.doctor import script as _script
 from halfstep.doctor.script import examine_script
-from halfstep.numerics.fault import FAILS, WORKS
+from halfstep.numerics.remedies.base import FAILS, WORKS
 from tests.doctor import (
     zoo,
     zoo_fields,
@@ -36,7 +36,7 @@ HEALTHY = [
     *(s for room in (zoo_strange, zoo_habits, zoo_named, zoo_fields) for s in room.HEALTHY),
 ]
 QUIET = [*zoo_named.QUIET, *zoo_fields.QUIET]
-#: Enough of each kind for every day; the rest belongs to the exhaustive runs.
+#: StopScript of each kind for every day; the rest belongs to the exhaustive runs.
 DAILY = {
     "distance_of_equal_points", "adam_in_half", "no_valid_token", "own_optimizer", "where_trap_of_a_norm",
     "nan_in_the_target", "summed_loss", "embedding_row", "second_behind_the_first", "running_variance",
@@ -49,7 +49,7 @@ DAILY = {
 _REPORTED = [s.name for room in (zoo_named, zoo_fields) for s in (*room.SCRIPTS, *room.HEALTHY)]
 DAILY |= {*_REPORTED[::4]}
 #: Those that CI runs besides.
-LONG = {*_REPORTED} - DAILY
+LONG = {*_REPORTED, "norm_by_hand_in_half"} - DAILY
 
 
 #: Those that are run in every way: what only a look at a good step shows, one that is cured from the start of
@@ -129,7 +129,7 @@ def told(document):
     """
     words = [line for line in document.verdict if not line.startswith("the script warned: ")]
     return words, [
-        (f.step, f.phase, f.module, f.op, f.where, f.cause.kind, f.harmless, f.behind,
+        (f.step, f.phase, f.module, f.op, f.where, f.cause.kind, f.harmless, f.masked_by is not None,
          [(c.kind, c.status, c.code) for c in f.cures])
         for f in document.bad
     ]  # fmt: skip
@@ -145,7 +145,7 @@ def of_two_ranks(monkeypatch):
     monkeypatch.setattr(
         _script, "gather", lambda found: [pickle.loads(pickle.dumps(found)) for _ in range(2)]
     )
-    monkeypatch.setattr(_script, "meeting_place", lambda: dict(os.environ))
+    monkeypatch.setattr(_script, "rendezvous_env", lambda: dict(os.environ))
 
 
 def in_processes(script, folder, forked):

@@ -13,7 +13,7 @@ import halfstep as hs
 from halfstep.compat.apex import amp
 from halfstep.doctor.in_script import run_order
 from halfstep.doctor.process import Order
-from halfstep.numerics.cures import with_attributes
+from halfstep.numerics.remedies.base import with_attributes
 from tests.doctor.test_zoo import run_here
 
 

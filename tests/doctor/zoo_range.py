@@ -532,4 +532,39 @@ for x, y in data:
         cause=("range",),
         says=("x",),
     ),
+    Script(
+        name="norm_by_hand_in_half",
+        text="""
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+
+class Norm(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x):
+        mean = x.pow(2).mean(-1, keepdim=True)  # HERE
+        x = x * torch.rsqrt(mean + 1e-4)
+        return self.weight * x
+
+model = nn.Sequential(nn.Linear(8, 16), Norm(16), nn.ReLU(), nn.Linear(16, 1)).half()
+opt = torch.optim.SGD(model.parameters(), lr=1e-2)
+for i in range(12):
+    x = torch.randn(32, 8).half() * (600 if i == 4 else 1)
+    loss = (model(x).float() - 1).square().mean()
+    opt.zero_grad()
+    loss.backward()
+    opt.step()
+""",
+        step=4,
+        phase="forward",
+        module="1",
+        op=("pow",),
+        cause=("range",),
+        cure="chain",
+        steps=12,
+    ),
 ]

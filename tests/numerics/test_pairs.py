@@ -42,8 +42,8 @@ def test_two_cures_that_work_together_alone_are_told_as_one_in_place():
     *alone, pair = bad.cures
     assert "works" not in {cure.status for cure in alone}
     assert pair.status == "works"
-    together, first, second = pair.specs[0]
-    assert (together, first[3] + 1) == ("both", second[3])
+    (both,) = pair.doses
+    assert (both.kind, both.first.line + 1) == ("both", both.second.line)
     assert pair.text.startswith("run mul in fp32 at test_pairs.py:")
     assert ", and run mul in fp32 at test_pairs.py:" in pair.text
 
@@ -57,6 +57,6 @@ def test_a_script_whose_step_has_two_faults_gets_both_cures_by_either_way(tmp_pa
         fault = document.faults[0]
         assert (fault.step, fault.where) == (3, "train.py:11")
         assert {c.status for c in fault.cures if c.kind != "bf16"} >= {"does not help", "works"}
-        (pair,) = [c for c in fault.cures if c.specs and c.specs[0][0] == "both"]
+        (pair,) = [c for c in fault.cures if c.doses and c.doses[0].kind == "both"]
         assert (pair.status, pair.code.count("inputs .float()")) == ("works", 2)
     assert found[0].verdict == found[1].verdict

@@ -10,7 +10,8 @@ import halfstep as hs
 from halfstep.compat.apex import amp as apex
 from halfstep.doctor.examiner import scale_of_apex
 from halfstep.numerics.cause import Cause
-from halfstep.numerics.cures import LOOPS, propose, terms_of
+from halfstep.numerics.remedies import Evidence, propose
+from halfstep.numerics.remedies.terms import LOOPS, terms_of
 from halfstep.numerics.snapshot import StepParticipants
 from halfstep.numerics.tape import Node, OpLocation
 
@@ -67,7 +68,7 @@ def written(parts, phase, fmt):
     func = torch.ops.aten.mm.default
     location = OpLocation("", "", torch.matmul, "train.py", 3, in_region=True)
     node = Node(0, func, phase, location, (torch.ones(2, 2), torch.ones(2, 2)))
-    return [c.code for c in propose(node, Cause("range", "range", 8.0, fmt), parts, 1.0)]
+    return [c.code for c in propose(Evidence(node, Cause("range", "range", 8.0, fmt), parts, 1.0))]
 
 
 @pytest.mark.parametrize("parts", MAKE, indirect=True)

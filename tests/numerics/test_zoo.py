@@ -11,7 +11,6 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from halfstep.compat.torch_amp import autocast
-from halfstep.numerics.cures import put_in_place
 from halfstep.numerics.snapshot import StepParticipants
 from halfstep.numerics.trace import trace_step
 from tests.numerics.zoo import FAULTS
@@ -48,7 +47,7 @@ def test_the_verdict_is_right_and_the_step_leaves_no_trace(fault):
     assert bad.origin == (fault.cause not in ("data", "weights"))
     assert bad.location.file.endswith("zoo.py")
     if fault.spoils:
-        assert fault.spoils in bad.spoiled.lasting
+        assert fault.spoils in bad.corrupted.lasting
     if fault.cure:
         assert fault.cure in [c.kind for c in bad.cures if c.status != "does not help"]
     assert equal(state_of(case), before)
@@ -62,7 +61,7 @@ def test_the_cure_trains(fault):
     assert cure.status == "works"
     start = [p.detach().clone() for p in case.model.parameters()]
     with ExitStack() as stack:
-        put_in_place(cure.specs[0], StepParticipants(case.step), stack)
+        cure.doses[0].apply(StepParticipants(case.step), stack)
         losses = [float(case.step(*case.batch)) for _ in range(40)]
     assert all(map(math.isfinite, losses))
     assert losses[-1] < losses[0]

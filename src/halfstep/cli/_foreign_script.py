@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from halfstep.casting.context import autocast
-from halfstep.doctor.process import Enough, replace
+from halfstep.doctor.process import StopScript, replace
 from halfstep.formats import dtype_name
 from halfstep.policy.levels import LOW_DTYPES
 from halfstep.torch_private import pytree
@@ -85,7 +85,7 @@ class ForeignScript:
 
     def _refuse(self, why: str) -> NoReturn:
         self.refused = why
-        raise Enough
+        raise StopScript
 
     # --- forward -------------------------------------------------------------------------------------------
 

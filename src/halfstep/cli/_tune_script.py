@@ -26,7 +26,7 @@ import halfstep
 from halfstep.cli._foreign_script import ForeignScript
 from halfstep.cli._progress import Tell
 from halfstep.convert.layout import convolution_weights
-from halfstep.doctor.process import Enough, in_words, run_in_process, run_main, seed
+from halfstep.doctor.process import StopScript, in_words, run_in_process, run_main, seed
 from halfstep.errors import ConfigError
 from halfstep.formats import dtype_name, parse_dtype
 from halfstep.recipes.measure import memory_peak
@@ -185,7 +185,7 @@ class _Timer:
         if len(self.ends) == 1:
             self.until = time.perf_counter() + self.seconds
         if len(self.ends) >= last or time.perf_counter() > self.until:
-            raise Enough
+            raise StopScript
 
     def failure(self) -> str | None:
         """Why the run says nothing, where the script itself did not fail."""

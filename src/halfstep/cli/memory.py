@@ -18,7 +18,7 @@ import halfstep
 from halfstep import optim
 from halfstep.cli._options import Flag, with_metavar
 from halfstep.cli._output import console, print_json, table
-from halfstep.doctor.process import Enough, in_words, replace, run_in_process, run_main
+from halfstep.doctor.process import StopScript, in_words, replace, run_in_process, run_main
 from halfstep.errors import ConfigError, HalfstepError
 from halfstep.session.memory import Footprint, footprint
 from halfstep.session.prepare import as_models, as_optimizers, read_plan, settings_of
@@ -130,13 +130,13 @@ def footprint_of_script(
         if not any(p.is_meta for p in module.parameters()):
             return call(module, *args, **kwargs)
         models.append(module)
-        raise Enough
+        raise StopScript
 
     def stop_at_prepare(_: Any, model: Any, optimizer: Any = None, level: Any = "O1", **kwargs: Any) -> Any:
         models.extend(as_models(model))
         optimizers.update({id(o): o for o in as_optimizers(optimizer)})
         options.update(kwargs, level=level if kwargs.get("enabled", True) else "O0")
-        raise Enough
+        raise StopScript
 
     with ExitStack() as stack:
         replace(stack, nn.Module, "register_parameter", _register_without_values)

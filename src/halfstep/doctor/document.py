@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from halfstep.formats import FORMATS
-from halfstep.numerics.fault import Cause, Cure, Fault
+from halfstep.numerics.cause import Cause
+from halfstep.numerics.fault import Fault
 from halfstep.numerics.lint import Audit, Finding
+from halfstep.numerics.remedies.base import Cure
 from halfstep.numerics.tape import within
 from halfstep.numerics.watch import skips_in_words
 
@@ -127,7 +129,7 @@ def _describe(fault: Fault) -> str:
     if fault.harmless:
         place = within(fault.module, fault.module_class)
         return f"{number} skipped: {fault.op} {place} overflowed in backward; harmless"
-    second = "second fault, behind the first: " if fault.behind else ""
+    second = "second fault, behind the first: " if fault.masked_by else ""
     return f"{second}{number}: {fault.summary()}"
 
 

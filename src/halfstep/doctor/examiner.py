@@ -15,7 +15,6 @@ import multiprocessing
 import sys
 import time
 import weakref
-from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -23,36 +22,29 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from halfstep import formats
 from halfstep.doctor.document import STEPS
 from halfstep.doctor.ledger import (
     Ledger,
     Note,
     all_faults,
-    knobs_of,
     length,
+    options_of_groups,
     read_amaxes,
 )
-from halfstep.doctor.process import SECONDS, Enough, ForkPoint, Order
+from halfstep.doctor.process import SECONDS, ForkPoint, Order, StopScript
 from halfstep.names import fqn
-from halfstep.numerics.cures import (
-    FP16,
-    LOOPS,
-    bf16_regions,
-    put_in_place,
-    scale_falls,
-    terms_of,
-    with_attributes,
-)
 from halfstep.numerics.fault import Investigation, RerunRequest, RerunResult, SuspectStep
 from halfstep.numerics.histogram import amax as largest_of
 from halfstep.numerics.lint import Audit, LintProbe, audit
+from halfstep.numerics.remedies.base import Met, always
+from halfstep.numerics.remedies.bf16 import FP16
+from halfstep.numerics.remedies.terms import LOOPS, terms_of
 from halfstep.numerics.snapshot import StepParticipants, is_session, scale_of, with_prefixes
 from halfstep.numerics.tape import call_site, running_loop
 from halfstep.numerics.trace import Taping
 from halfstep.numerics.watch import Watch, watch
 from halfstep.optim.loading import find_zero_moments
-from halfstep.policy import levels
+from halfstep.session.prepare import prepare
 from halfstep.torch_private import disable_current_modes
 from halfstep.trees import parameters_of
 
@@ -109,7 +101,7 @@ class Participants:
             first = is_session(thing) or hasattr(thing, "get_scale")
             self.things.insert(0 if first else len(self.things), thing)
             loop, self._parts = self._parts.loop, StepParticipants(None, self.things)
-            self._parts.loop = loop or running_loop(LOOPS)
+            self._parts.loop, self._parts.prepare = loop or running_loop(LOOPS), prepare
 
     def meet(self, module: nn.Module) -> None:
         """Record a called module with weights or buffers: it is a model or part of one."""
@@ -167,38 +159,12 @@ class Participants:
         return not parts.optimizers and parts.session is None and parts.scaler is None
 
 
-def _prepare_with_masters(parts: StepParticipants) -> bool:
-    """Prepare a model that is in 16 bits already at O2; its weights become the 16-bit halves of masters."""
-    from halfstep.session.prepare import prepare
-
-    dtype = next((p.dtype for p in parts.parameters() if p.dtype in levels.LOW_DTYPES), None)
-    if dtype is None or parts.session is not None or not parts.models or not parts.optimizers:
-        return False
-    prepare(parts.models, parts.optimizers, level="O2", dtype=dtype, loss_scale="none")
-    return True
-
-
-def ask_for_bf16(stack: ExitStack) -> None:
-    """Give bf16 to a script that asks for fp16 (by name, method, region or level) until `stack` closes."""
-    bf16 = torch.bfloat16
-    words = {w: (level, bf16 if dtype == FP16 else dtype) for w, (level, dtype) in levels.WORDS.items()}
-    for owner, values in (
-        (torch, {"float16": bf16, "half": bf16}),
-        (Tensor, {"half": Tensor.bfloat16}),
-        (nn.Module, {"half": nn.Module.bfloat16}),
-        (levels, {"WORDS": words}),
-        (formats, {"FORMATS": {**formats.FORMATS, "fp16": formats.BF16}}),
-    ):
-        stack.enter_context(with_attributes(owner, **values))
-    stack.enter_context(bf16_regions())
-
-
 class Examiner:
     """Follows a script: writes the ledger, watches the model, traces steps that go wrong."""
 
     def __init__(self, order: Order) -> None:
         self.order = order
-        self.roster = Participants()
+        self.participants = Participants()
         self.ledger = Ledger()
         self.watch: Watch | None = None
         self.request = order.request
@@ -206,7 +172,7 @@ class Examiner:
         self.rerun_result = RerunResult()
         self.around = ExitStack()
         self.taping: Taping | None = None
-        self.halves = False
+        self.output_dtypes = set[torch.dtype]()
         self.ended_by = "script"
         self.audit = Audit()
         self._steps = order.steps or sys.maxsize
@@ -214,9 +180,10 @@ class Examiner:
         self._copied = 0.0
         """When this process became a copy; 0 in the run itself."""
         self._signed = False
-        self._took_effect: Callable[[], bool] | None = None
+        self.took_effect: Met | None = None
+        """Of a cure that is in place: whether it met what it changes."""
         self._copies = ForkPoint(self)
-        self.inquiry = Investigation(self._copies, self._steps)
+        self.investigation = Investigation(self._copies, self._steps)
         self._before: list[Tensor] = []
         self._updated = weakref.WeakSet[torch.optim.Optimizer]()
         self._used = dict[Tensor, tuple[Tensor, int]]()
@@ -241,14 +208,14 @@ class Examiner:
 
     def on_made(self, thing: Any) -> None:
         """Record a new optimizer, schedule, scaler or session."""
-        self.roster.add(thing)
+        self.participants.add(thing)
         if self.done == 0 and not isinstance(thing, LRScheduler):
             self._copies.fork_here()
 
     def on_sign(self, module: nn.Module | None = None) -> None:
         """Begin a step if none has begun: a region opens or a model is called."""
         if module is not None:
-            self.roster.meet(module)
+            self.participants.meet(module)
         if not self._signed:
             self._signed = True
             if self.done == 0 or multiprocessing.active_children():
@@ -265,7 +232,7 @@ class Examiner:
 
     def _watch(self) -> None:
         """Watch the model from now on: at the first backward, when model and optimizer usually exist."""
-        parts, models = self.roster.parts, self.roster.models
+        parts, models = self.participants.parts, self.participants.models
         if self.watch is not None and self.done == 24 * self.watch.every:
             self.watch.every *= 2  # of a long run fewer steps are enough
         whole_run = self.request is None or self.request.from_start  # not the notes of some steps
@@ -284,8 +251,8 @@ class Examiner:
             if self.done >= first:
                 self._reach(request)
         if self.active_request is not None and self.active_request.taped == self.done and self.taping is None:
-            self._lint = LintProbe(self.roster.parts.session)
-            self.taping = Taping(self.roster.parts, observers=[self._lint.observe])
+            self._lint = LintProbe(self.participants.parts.session)
+            self.taping = Taping(self.participants.parts, observers=[self._lint.observe])
 
     def on_inputs(self, names: dict[str, Tensor]) -> None:
         """Record the inputs of a model."""
@@ -305,7 +272,7 @@ class Examiner:
             for p, (gradient, version) in self._used.items()
             if p.grad is gradient and gradient._version == version and bool(gradient.any())
         }
-        scale = self.roster.scale()
+        scale = self.participants.scale()
         value = float(loss.detach())
         self.ledger.now.loss, self.ledger.now.scale = value / scale, scale
         if not math.isfinite(value):
@@ -313,7 +280,7 @@ class Examiner:
 
     def on_output(self, module: nn.Module, out: Tensor) -> None:
         """Record the result of a module without submodules."""
-        name, amax = self.roster.name_of(module), float(largest_of(out))
+        name, amax = self.participants.name_of(module), float(largest_of(out))
         now, finite = self.ledger.now, math.isfinite(amax)
         if not finite or amax >= now.outputs.get(name, 0.0):
             now.outputs[name] = amax
@@ -322,17 +289,19 @@ class Examiner:
 
     def on_update(self, optimizer: torch.optim.Optimizer) -> None:
         """Record weights and gradients before an optimizer updates."""
-        self.roster.add(optimizer)
+        self.participants.add(optimizer)
         _, file, line = call_site()
         now = self.ledger.now
         now.where = file, line
         now.rates = tuple(float(g["lr"]) for g in optimizer.param_groups if "lr" in g)
-        schedules = (s for s in self.roster.things if isinstance(s, LRScheduler) and s.optimizer is optimizer)
+        schedules = (
+            s for s in self.participants.things if isinstance(s, LRScheduler) and s.optimizer is optimizer
+        )
         now.schedule = ", ".join(dict.fromkeys(type(s).__name__ for s in schedules))
-        now.knobs = knobs_of(optimizer)
+        now.options = options_of_groups(optimizer)
         updated = parameters_of(optimizer)
         stale = (p for p in updated if p in self._stale and p.grad is self._used[p][0])
-        now.stale = now.stale or next((self.roster.name_of(p) for p in stale), "")
+        now.stale = now.stale or next((self.participants.name_of(p) for p in stale), "")
         self.on_gradients(updated)
         if optimizer not in self._updated:
             self._updated.add(optimizer)
@@ -343,14 +312,16 @@ class Examiner:
         """Record gradients before a step that may be skipped."""
         learning = [p for p in parameters_of(optimizer) if p.grad is not None]
         amaxes = zip(learning, read_amaxes([p.grad for p in learning if p.grad is not None]))
-        self.ledger.now.nonfinite |= {self.roster.name_of(p) for p, amax in amaxes if not math.isfinite(amax)}
+        self.ledger.now.nonfinite |= {
+            self.participants.name_of(p) for p, amax in amaxes if not math.isfinite(amax)
+        }
 
     def on_gradients(self, updated: list[Tensor]) -> None:
         """Record the gradients of these parameters before the update."""
         now = self.ledger.now
         learning = [p for p in updated if p.grad is not None]
         amaxes = self.on_found([p.grad for p in learning if p.grad is not None])
-        now.gradients |= {self.roster.name_of(p): amax for p, amax in zip(learning, amaxes)}
+        now.gradients |= {self.participants.name_of(p): amax for p, amax in zip(learning, amaxes)}
 
     def on_found(self, gradients: list[Tensor]) -> list[float]:
         """Record the largest magnitudes of gradients of this step."""
@@ -397,7 +368,7 @@ class Examiner:
         self.ledger.number(owner)
         if self.taping is not None:
             self._end_tape()
-        if self.roster.became_nonfinite():
+        if self.participants.became_nonfinite():
             self.ledger.blame("parameter")
             now.lasting_damage = True
         if skipped or not finite:
@@ -405,7 +376,7 @@ class Examiner:
         if now.taken and now.bad == "gradient" and now.update == 0.0 and not now.lasting_damage:
             now.taken, skipped = False, True  # an optimizer that was told to do nothing, as Apex does
         now.skipped = skipped
-        if skipped and self.watch is not None and self.roster.parts.session is None:
+        if skipped and self.watch is not None and self.participants.parts.session is None:
             self.watch.note_skip()
         note = self.ledger.close(owner)
         self._judge(note, self.done - 1)
@@ -420,16 +391,16 @@ class Examiner:
         before = self.ledger.notes[index - 1] if index else Note(0)
         run = sum(1 for _ in itertools.takewhile(lambda note: note.bad, reversed(self.ledger.notes)))
         other = note.bad != before.bad or not note.nonfinite <= before.nonfinite or run & (run - 1) == 0
-        another = not before.bad or (before.skipped and other)  # what was spoiled stays so
+        another = not before.bad or (before.skipped and other)  # what is corrupted stays so
         if (note.bad and another) or (not note.bad and (index == 1 or note.silent)):
-            self.inquiry.rerun(SuspectStep(index, note.number, note.bad, note.lasting_damage))
+            self.investigation.rerun(SuspectStep(index, note.number, note.bad, note.lasting_damage))
 
     def leave(self) -> None:
         """Leave after the last step. A copy ends here, without the rest of the script."""
         if self._copied:
             self.report_result()
         self.ended_by = STEPS
-        raise Enough
+        raise StopScript
 
     def report_result(self) -> None:
         """Report the result of a rerun. A copy ends with that."""
@@ -442,7 +413,7 @@ class Examiner:
         ]  # fmt: skip
         bad += [] if request.taped is None or not result.faults else [request.taped]
         result.recovers = bool(bad) and not result.faults and self.ledger.only_skipped(min(bad))
-        exact = request.cure is None or request.cure[0] == "loss_scale"  # updates are those of fp32
+        exact = request.cure is None or request.cure.keeps_updates
         bad += [] if exact or not self.ledger.blew_up(request.at) else [request.at]
         result.bad_at = min(bad, default=None)
         result.applied = self._apply_cure(request)
@@ -452,26 +423,26 @@ class Examiner:
         )
         if request.from_start:
             result.faults = all_faults(self.complete_ledger(), result.faults)
-        self._copies.answer(self.rerun_result)
+        self._copies.send_and_exit(self.rerun_result)
 
     def complete_ledger(self) -> Ledger:
         """Return the ledger, completed by what the watch and the tape hold."""
         if self.watch is not None:
             self.watch.collect()
             self.ledger.lost = [*self.watch.lost]
-        self.ledger.terms = terms_of(self.roster.parts, in_region=self.roster.parts.scaler is not None)
+        self.ledger.terms = terms_of(
+            self.participants.parts, in_region=self.participants.parts.scaler is not None
+        )
         return self.ledger
 
     def _apply_cure(self, request: RerunRequest) -> bool:
         """Whether the cure under trial was applied, and met what it is to change."""
         if request.cure is None:
             return True
-        if request.cure[0] == "bf16":
-            if self.halves or FP16 in {p.dtype for p in self.roster.parts.parameters()}:
-                return False
-            if request.from_start:
-                return True  # asked for before the script began
-        return self._took_effect is not None and self._took_effect()
+        dtypes = {p.dtype for p in self.participants.parts.parameters()} | self.output_dtypes
+        if request.cure.removes in dtypes:
+            return False
+        return self.took_effect is not None and self.took_effect()
 
     def run_as_copy(self, request: RerunRequest) -> None:
         """Continue as a copy that was forked to run steps again."""
@@ -487,21 +458,22 @@ class Examiner:
         if self.watch is not None and not request.from_start:
             self.watch.close()
             self.watch = None
-        parts = self.roster.parts
-        self.rerun_result.falls = scale_falls(parts)
-        if request.cure is None or (request.from_start and request.cure[0] == "bf16"):
+        parts = self.participants.parts
+        self.rerun_result.falls = parts.scale_falls
+        if request.cure is None or self.took_effect is not None:
             return
-        self.halves = False
-        if request.cure[0] == "masters":
-            self._took_effect = (lambda: True) if _prepare_with_masters(parts) else None
-        else:
-            self._took_effect = put_in_place(request.cure, parts, self.around)
-        if self._took_effect is None:
+        self.output_dtypes.clear()
+        self.took_effect = request.cure.apply(parts, self.around)
+        if self.took_effect is None:
             self.rerun_result.applied = False
-            self._copies.answer(self.rerun_result)
-            raise Enough
-        if request.cure[0] == "bf16":
-            ask_for_bf16(self.around)
+            self._copies.send_and_exit(self.rerun_result)
+            raise StopScript
+        request.cure.replace_names(self.around)
+
+    def begin_with(self, request: RerunRequest, stack: ExitStack) -> None:
+        """Apply what a cure changes before the script begins."""
+        if request.from_start and request.cure is not None and request.cure.replace_names(stack):
+            self.took_effect = always
 
     # The tape.
 
@@ -509,7 +481,7 @@ class Examiner:
         taping, self.taping = self.taping, None
         assert taping is not None
         taping.tape.batch = f"batch {self.ledger.now.number + 1}"
-        trace = taping.end(self.roster.parts, error)
+        trace = taping.end(self.participants.parts, error)
         self.rerun_result.counts = trace.rows()
         self.rerun_result.lint = list(dict.fromkeys(self._lint.list_findings()))
         if trace.bad is not None:
@@ -524,7 +496,7 @@ class Examiner:
             self.ledger.now.bad = "error"
             self.ledger.notes.append(self.ledger.now)
         elif self.request is None:
-            self.inquiry.rerun(
+            self.investigation.rerun(
                 SuspectStep(self.done, self.ledger.now.number, bad="error", lasting_damage=True)
             )
 
@@ -536,7 +508,7 @@ class Examiner:
             self.report_result()
         else:  # a copy that did not come so far
             self.rerun_result.applied = False
-            self._copies.answer(self.rerun_result)
+            self._copies.send_and_exit(self.rerun_result)
         self._copies.close()
         if self.watch is not None:
             self.watch.close()

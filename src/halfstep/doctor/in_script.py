@@ -15,10 +15,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from halfstep.doctor.document import INTERRUPT, Document, add_watched
-from halfstep.doctor.examiner import Examiner, ask_for_bf16
+from halfstep.doctor.examiner import Examiner
 from halfstep.doctor.ledger import note_conversions
 from halfstep.doctor.process import Order, RunFindings, in_words, replace, run_main, seed
-from halfstep.numerics.cures import FP16
 from halfstep.numerics.fault import RerunResult
 from halfstep.numerics.tape import users_names
 from halfstep.numerics.watch import leave
@@ -85,7 +84,7 @@ class Hooks:
 
     def _after_session(self, session: Any, outcome: Any) -> None:
         self._depth = 0
-        self._examiner.roster.add(self._stepped)
+        self._examiner.participants.add(self._stepped)
         self._examiner.on_step(self._stepped, skipped=not outcome.taken, finite=bool(outcome.finite))
 
     def _on_create(self, create: Callable[..., None], thing: Any, /, *args: Any, **kwargs: Any) -> None:
@@ -112,7 +111,7 @@ class Hooks:
             backward(loss, *args, **kwargs)
         finally:
             self._backward = inner
-        self._by_hand = self._examiner.roster.by_hand
+        self._by_hand = self._examiner.participants.by_hand
         if self._within is not None and not inner:
             stepped, self._within = self._within, None
             self._examiner.on_step(stepped, skipped=False, finite=True)
@@ -122,7 +121,7 @@ class Hooks:
         grads = grad(outputs, inputs, *args, **kwargs)
         learning = isinstance(inputs, list | tuple) and all(x.is_leaf for x in inputs)
         inner = _in_backward() or kwargs.get("create_graph")
-        if learning and not inner and self._examiner.roster.by_hand:
+        if learning and not inner and self._examiner.participants.by_hand:
             if isinstance(outputs, Tensor) and outputs.numel() == 1:
                 self._report(self._examiner.on_loss, outputs)
             self._report(self._examiner.on_found, list(grads))
@@ -141,7 +140,7 @@ class Hooks:
         finally:
             self._depth -= 1
         if self._depth == 0:
-            self._examiner.roster.add(optimizer)
+            self._examiner.participants.add(optimizer)
             self._examiner.on_step(optimizer, skipped=not self._updated, finite=True)
         return result
 
@@ -151,13 +150,13 @@ class Hooks:
         before = self._examiner.taping
         if self._by_hand:  # a forward after a backward, where no optimizer is: the step before it is over
             self._by_hand = False
-            self._report(self._examiner.on_gradients, self._examiner.roster.parts.parameters())
+            self._report(self._examiner.on_gradients, self._examiner.participants.parts.parameters())
             self._examiner.on_step(self, skipped=False, finite=True)
         self._examiner.on_sign(module)
         taping = self._examiner.taping
         if taping is not None and taping is not before:
             taping.tape.enter_module(module)
-        if self._root is None and self._examiner.roster.is_root(module):
+        if self._root is None and self._examiner.participants.is_root(module):
             self._root = module
             tensors = [x for x in args if isinstance(x, Tensor)]
             self._report(self._examiner.on_inputs, _names_of_inputs(module, tensors))
@@ -167,8 +166,8 @@ class Hooks:
             return
         if module is self._root:
             self._root = None
-        if isinstance(out, Tensor) and out.dtype == FP16:
-            self._examiner.halves = True
+        if isinstance(out, Tensor):
+            self._examiner.output_dtypes.add(out.dtype)
         if not torch.is_grad_enabled() or _in_backward() or module._modules or not isinstance(out, Tensor):
             return
         if out.is_floating_point() and out.numel() > 8:
@@ -213,13 +212,8 @@ def run_order(order: Order) -> RunFindings | RerunResult | None:
     with ExitStack() as stack:
         note_conversions(stack, examiner.ledger.flushes)
         request = order.request
-        if (
-            request is not None
-            and request.from_start
-            and request.cure is not None
-            and request.cure[0] == "bf16"
-        ):
-            ask_for_bf16(stack)
+        if request is not None:
+            examiner.begin_with(request, stack)
         Hooks(examiner, stack).install()
         replace(stack, torch, "compile", _compile_disabled)  # it hides the ops
         stack.enter_context(examiner.around)  # the cures, put in place over the hooks, go before them
@@ -245,5 +239,8 @@ def _collect_findings(order: Order, examiner: Examiner, error: str | None) -> Ru
         for row in document.history:  # the watch counts the steps of all optimizers
             row["step"] = numbers.get(row["step"], row["step"])
     return RunFindings(
-        document, examiner.complete_ledger(), examiner.inquiry.rerun_result, examiner.inquiry.unchecked_steps
+        document,
+        examiner.complete_ledger(),
+        examiner.investigation.rerun_result,
+        examiner.investigation.unchecked_steps,
     )

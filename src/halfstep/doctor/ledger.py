@@ -25,9 +25,14 @@ from halfstep.convert import conversion
 from halfstep.formats import format_of
 from halfstep.gradients.per_parameter import amaxes
 from halfstep.names import fqn
-from halfstep.numerics.cures import PLAIN, with_attributes
-from halfstep.numerics.fault import Cause, Cure, Fault
+from halfstep.numerics.cause import Cause
+from halfstep.numerics.fault import Fault
 from halfstep.numerics.histogram import amax as largest_of
+from halfstep.numerics.remedies.base import Cure, with_attributes
+from halfstep.numerics.remedies.bf16 import UseBf16
+from halfstep.numerics.remedies.loop import ClearGradients, LimitRates
+from halfstep.numerics.remedies.masters import KeepMasters
+from halfstep.numerics.remedies.terms import PLAIN
 from halfstep.numerics.tape import OpLocation, call_site
 from halfstep.numerics.watch import LostUpdates
 
@@ -44,7 +49,7 @@ DIVERGED, _BLOWN = 1e4, 1e2
 
 
 @dataclass(frozen=True)
-class Knobs:
+class GroupOptions:
     """Options of a parameter group that decide how large an update is."""
 
     weight_decay: float = 0.0
@@ -52,11 +57,11 @@ class Knobs:
     eps: float = 0.0
 
 
-def knobs_of(optimizer: torch.optim.Optimizer) -> tuple[Knobs, ...]:
+def options_of_groups(optimizer: torch.optim.Optimizer) -> tuple[GroupOptions, ...]:
     """Return the options of each group; weight decay inside Adam's moments scales no weights: 0 here."""
     through = bool(optimizer.defaults.get("betas")) and type(optimizer).__name__ in ("Adam", "NAdam", "RAdam")
     return tuple(
-        Knobs(
+        GroupOptions(
             0.0 if through and not g.get("decoupled_weight_decay") else _number(g.get("weight_decay")),
             tuple(map(_number, g.get("betas", ()))),
             _number(g.get("eps")),
@@ -73,7 +78,7 @@ def _number(value: Any) -> float:
 class Note:
     """One step: `number` counts the script's iterations, from 0; `bad` says what was first not finite.
 
-    `update`, `size`: Euclidean lengths of the update and of the weights before it. `rates`, `knobs`: learning
+    `update`, `size`: Euclidean lengths of the update and the weights before it. `rates`, `options`: learning
     rate and further options by group; `schedule`: the class of what sets the rates. `rows`: where inputs are
     largest. `nonfinite`: whose gradients are not finite as a step begins that may be skipped. `stale`: a
     parameter whose gradient is in part that of the step before; `flushed`: second moments that became zero.
@@ -89,7 +94,7 @@ class Note:
     update: float = 0.0
     size: float = 0.0
     schedule: str = ""
-    knobs: tuple[Knobs, ...] = ()
+    options: tuple[GroupOptions, ...] = ()
     gradient: float = 0.0
     silent: str = ""
     nonfinite: frozenset[str] = frozenset()
@@ -395,7 +400,9 @@ def all_faults(ledger: Ledger, traced: Sequence[Fault]) -> list[Fault]:
     """
     sound = ledger.first_broken_step() is None
     faults = [*traced, *quiet_faults(ledger)] if sound else with_roots(ledger, traced)
-    return sorted(faults, key=lambda f: (f.behind, f.of_the_scale, f.phase != "prepare", f.step))
+    return sorted(
+        faults, key=lambda f: (f.masked_by is not None, f.of_the_scale, f.phase != "prepare", f.step)
+    )
 
 
 def quiet_faults(ledger: Ledger) -> list[Fault]:
@@ -424,8 +431,8 @@ def _find_uncleared(ledger: Ledger) -> list[Fault]:
         return []
     text = f"the gradient of {stale[0].stale} still holds that of the step before"
     words, code = "clear the gradients before each backward", "optimizer.zero_grad()"
-    cure = Cure("clear", words, code, specs=[("clear", stale[0].where[1])])
-    return [_fault(stale[0], "accumulation", text, cure)]
+    dose = ClearGradients(stale[0].where[1], text=words, code=code)
+    return [_fault(stale[0], "accumulation", text, Cure.of(dose))]
 
 
 def _without_moments(ledger: Ledger) -> list[Fault]:
@@ -484,7 +491,7 @@ def _find_lost_values(ledger: Ledger) -> list[Fault]:
     more = f"; and so with {len(flushes) - 1} more parameters" if len(flushes) > 1 else ""
     cause = replace(worst.cause, text=worst.cause.text + more)
     cures = [
-        Cure("bf16", "use bf16: it has the range of fp32", ledger.terms.bf16, specs=[("bf16",)]),
+        Cure.of(UseBf16(text="use bf16: it has the range of fp32", code=ledger.terms.bf16)),
         Cure("advice", f"store {worst.name} times a power of two, and divide where it is used"),
     ]
     return [Fault("prepare", "cast", worst.location, cause, cures, taped=False)]
@@ -524,19 +531,19 @@ def _jump(note: Note, group: int, most: Sequence[float], last: Sequence[float], 
     text = f"it jumps{of} from {last[group]:g} to {new:g}, and {tail}"
     whose = f"what {note.schedule} gives" if note.schedule else "what sets the rate"
     code = f'optimizer.param_groups[{group}]["lr"] = {old:g}' if of and not note.schedule else f"lr={old:g}"
-    cure = Cure("rate", f"check {whose} at step {note.number + 1}", code, specs=[("rate", *most)])
-    return _fault(note, "learning rate", text, cure)
+    dose = LimitRates(tuple(most), text=f"check {whose} at step {note.number + 1}", code=code)
+    return _fault(note, "learning rate", text, Cure.of(dose))
 
 
 def _small_divisor(note: Note, tail: str, usually: float) -> Fault:
     """Return the fault of an update that is large though its gradients are not: its divisor is too small."""
-    knobs = next((k for k in note.knobs if k.betas or k.eps), None)
-    by = f" (eps={knobs.eps:g}{f', betas={knobs.betas}' if knobs.betas else ''})" if knobs else ""
+    options = next((k for k in note.options if k.betas or k.eps), None)
+    by = f" (eps={options.eps:g}{f', betas={options.betas}' if options.betas else ''})" if options else ""
     text = (
         f"{tail}, though the gradients are no larger ({note.gradient:.3g}, usually "
         f"{usually:.3g}): what the optimizer divides them by has become too small{by}"
     )
-    betas = [*knobs.betas] if knobs else []
+    betas = [*options.betas] if options else []
     cure = Cure("advice", "give the optimizer a larger epsilon", "eps=1e-4")
     if len(betas) > 1 and betas[1] < 0.9:
         words = "let the second moment remember more steps"
@@ -556,7 +563,7 @@ def _lost_updates_fault(ledger: Ledger, share: float) -> Fault:
         f"{lost}: they are smaller than half the spacing of the {first.dtype} weights, which stay as they are"
     )
     words = "keep fp32 master weights, which take up what 16 bits lose"
-    cure = Cure("masters", words, ledger.terms.masters, specs=[("masters",)])
+    cure = Cure.of(KeepMasters(text=words, code=ledger.terms.masters))
     if first.dtype == "fp32":
         cure = Cure("advice", "raise the learning rate: the weights have all the bits of fp32 already")
     return _fault(note, "rounding", text, cure)
@@ -569,10 +576,10 @@ _GROWN = 4
 def _divergence_fault(ledger: Ledger, index: int, first: float, last: float) -> Fault:
     note = ledger.notes[index]
     rate = note.rates[0] if note.rates else 0.0
-    decay = max((k.weight_decay * r for k, r in zip(note.knobs, note.rates)), default=0.0)
+    decay = max((k.weight_decay * r for k, r in zip(note.options, note.rates)), default=0.0)
     tail = f"the loss grew from {first:.3g} to {last:.3g}"
     if decay > 2:
-        value = max(k.weight_decay for k in note.knobs)
+        value = max(k.weight_decay for k in note.options)
         text = f"{tail}: weight decay {value:g} times the learning rate is {decay:.3g}; beyond 2 it enlarges"
         cure = Cure("advice", "lower the weight decay", "weight_decay=0.01")
     elif ledger.weight_growth() < _GROWN:

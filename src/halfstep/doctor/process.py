@@ -1,10 +1,10 @@
 """Run a script in a process of its own, and fork it so that its steps can be run again.
 
 A function with its order, which can be pickled, runs in a copy of this process where that is safe, else in a
-fresh one. `Copies.fork_here()` forks a running process: it returns in the run itself, and in each copy that
+fresh one. `ForkPoint.fork_here` forks a running process: it returns in the run itself, and in each copy that
 is asked for later. A copy goes on from that line with everything as it was (data iterators, Python's own
-variables, random state), does what its order says and leaves with `answer`. Processes that have used an
-accelerator cannot be forked.
+variables, random state), does what its order says and leaves with `send_and_exit`. Processes that have used
+an accelerator cannot be forked.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class ForkPoint:
         except (EOFError, OSError):
             return None
 
-    def answer(self, value: Any) -> None:
+    def send_and_exit(self, value: Any) -> None:
         """Send a copy's result and end it, without its exit handlers."""
         if self._asker is not None:
             with contextlib.suppress(OSError):
@@ -215,7 +215,7 @@ def replace(stack: contextlib.ExitStack, owner: Any, name: str, instead: Callabl
     setattr(owner, name, call_instead)
 
 
-class Enough(BaseException):
+class StopScript(BaseException):
     """Raised to end a script after the last step that was asked for."""
 
 
@@ -233,7 +233,7 @@ def run_main(script: str, args: Sequence[str], text: str | None = None) -> BaseE
     try:
         code = compile(Path(script).read_bytes() if text is None else text, script, "exec")
         exec(code, vars(module))
-    except Enough:
+    except StopScript:
         return None
     except BaseException as error:
         fine = isinstance(error, SystemExit) and error.code in (None, 0)

@@ -37,7 +37,7 @@ _LEFT_ALONE = re.compile(
 )
 
 
-def meeting_place() -> dict[str, str]:
+def rendezvous_env() -> dict[str, str]:
     """Return the environment by which the script's processes find each other, the same on all ranks."""
     if world_size() == 1:
         return dict(os.environ)
@@ -112,7 +112,7 @@ def origins(by_rank: Sequence[Sequence[Fault]]) -> list[Fault]:
         step_faults = [(r, f) for r, faults in enumerate(by_rank) for f in faults if f.step == step]
         earliest = min(_order(fault) for _, fault in step_faults)
         for number, fault in step_faults:
-            if _order(fault) != earliest and not fault.behind:
+            if _order(fault) != earliest and fault.masked_by is None:
                 continue
             twin = next((f for f in first_faults if f.step == step and f.same_as(fault)), None)
             if twin is None:
@@ -211,7 +211,7 @@ def _examine(order: Order, label: str) -> Document:
     local_findings = everyone[rank()]
     rerun = FreshProcess(order)
     rerun.interrupted = any(entry.document.ended_by == INTERRUPT for entry in everyone)
-    inquiry = Investigation(
+    investigation = Investigation(
         rerun, order.steps or len(local_findings.ledger.notes), local_findings.rerun_result
     )
     unchecked_steps = sorted(
@@ -220,18 +220,22 @@ def _examine(order: Order, label: str) -> Document:
     )
     by_index = {suspect.index: suspect for suspect in unchecked_steps}  # the gravest of each step
     for index in sorted(by_index):
-        inquiry.rerun(by_index[index])
+        investigation.rerun(by_index[index])
     count = len(local_findings.ledger.notes)
     bad = [entry.first_bad for entry in everyone if entry.first_bad is not None]
-    if not (inquiry.rerun_result.counts or bad) and count:
+    if not (investigation.rerun_result.counts or bad) and count:
         index = min(1, count - 1)
-        inquiry.rerun(SuspectStep(index, local_findings.ledger.notes[index].number))
+        investigation.rerun(SuspectStep(index, local_findings.ledger.notes[index].number))
     documents = [
-        _compose_document(entry, of_rank(inquiry.rerun_result.faults, r)) for r, entry in enumerate(everyone)
+        _compose_document(entry, of_rank(investigation.rerun_result.faults, r))
+        for r, entry in enumerate(everyone)
     ]
     document = one_document(documents)
-    document.counts, document.notes = inquiry.rerun_result.counts, [] if rerun.interrupted else inquiry.notes
-    document.lint = list(dict.fromkeys(inquiry.rerun_result.lint))
+    document.counts, document.notes = (
+        investigation.rerun_result.counts,
+        [] if rerun.interrupted else investigation.notes,
+    )
+    document.lint = list(dict.fromkeys(investigation.rerun_result.lint))
     if document.steps == 0 and rerun.interrupted:
         raise KeyboardInterrupt
     if document.steps == 0 and not document.bad:
@@ -240,10 +244,12 @@ def _examine(order: Order, label: str) -> Document:
     index = min(bad, default=min(4, count - 1))
     for fault in document.bad:
         at = local_findings.ledger.index_of(fault.step)
-        after = 0 if fault.behind else at  # a step that did not come so in the run itself has none after it
+        after = (
+            0 if fault.masked_by else at
+        )  # a step that did not come so in the run itself has none after it
         fault.harmless = fault.of_the_scale and all(entry.ledger.is_recovered(after) for entry in everyone)
         if not fault.harmless:
-            inquiry.try_from_start(fault, max(index, at), whole=not bad)
+            investigation.try_from_start(fault, max(index, at), whole=not bad)
     document.ended_by = INTERRUPT if rerun.interrupted else document.ended_by
     return document
 
@@ -290,7 +296,7 @@ def _say_outlier(fault: Fault, ledger: Ledger) -> None:
 
 def _in_process(order: Order) -> tuple[Any, str]:
     run = partial(run_order, order)
-    return run_in_process(run, meeting_place(), order.forked, order.request is None)
+    return run_in_process(run, rendezvous_env(), order.forked, order.request is None)
 
 
 def _first_run(order: Order, label: str) -> RunFindings | str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,13 +18,42 @@ from torch import Tensor
 
 from halfstep.distributed import local_of
 from halfstep.formats import Format, dtype_name, format_of
-from halfstep.numerics.fault import Cause
 from halfstep.numerics.histogram import amax
 from halfstep.numerics.tape import Node, is_finite, key_of, tensors_written
 from halfstep.torch_private import pytree
 from halfstep.trees import first_device, tensors_in
 
 _DEPTH = 48
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Why: `kind` is range, precision, mathematics, data, weights, learning rate, rounding, divergence,
+    accumulation, machine, rank (another rank's step) or unknown; `text` says it in words, `more` what else
+    was found.
+
+    `times`: by how many times the largest value leaves the range. `format`: what could not hold it. `weight`:
+    the parameter that holds what is too large, if one does. `scalar`: a constant that the format rounds to
+    zero, as it does an epsilon. `advice`: text and code of what to do, where the cause alone says that.
+    """
+
+    kind: str
+    text: str
+    times: float | None = None
+    format: str = ""
+    weight: str = ""
+    scalar: float | None = None
+    more: tuple[str, ...] = ()
+    advice: tuple[str, str] | None = None
+
+    @property
+    def words(self) -> str:
+        """Return the whole cause in a line."""
+        return "; ".join([self.text, *self.more])
+
+    def and_also(self, text: str) -> Cause:
+        """Return the cause with one more finding."""
+        return replace(self, more=(*self.more, text))
 
 
 def _sources(node: Node, depth: int = 24) -> list[Tensor]:

@@ -17,12 +17,11 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from halfstep.formats import dtype_name
+from halfstep.numerics.cause import Cause
 from halfstep.numerics.histogram import amax
-from halfstep.numerics.tape import OpLocation, within
-
-Spec = tuple[Any, ...]
-
-UNTRIED, WORKS, FAILS = "untried", "works", "does not help"
+from halfstep.numerics.remedies.base import FAILS, UNTRIED, WORKS, Both, Cure, Remedy
+from halfstep.numerics.remedies.loss import LowestLossScale
+from halfstep.numerics.tape import OpLocation
 
 
 @dataclass(frozen=True)
@@ -66,75 +65,9 @@ class Corrupted:
         return ", ".join(parts) or "nothing"
 
 
-@dataclass(frozen=True)
-class Cause:
-    """Why: `kind` is range, precision, mathematics, data, weights, learning rate, rounding, divergence,
-    accumulation, machine, rank (another rank's step) or unknown; `text` says it in words, `more` what else
-    was found.
-
-    `times`: by how many times the largest value leaves the range. `format`: what could not hold it. `weight`:
-    the parameter that holds what is too large, if one does. `scalar`: a constant that the format rounds to
-    zero, as it does an epsilon. `advice`: text and code of what to do, where the cause alone says that.
-    """
-
-    kind: str
-    text: str
-    times: float | None = None
-    format: str = ""
-    weight: str = ""
-    scalar: float | None = None
-    more: tuple[str, ...] = ()
-    advice: tuple[str, str] | None = None
-
-    @property
-    def words(self) -> str:
-        """Return the whole cause in a line."""
-        return "; ".join([self.text, *self.more])
-
-    def and_also(self, text: str) -> Cause:
-        """Return the cause with one more finding."""
-        return replace(self, more=(*self.more, text))
-
-
-@dataclass
-class Cure:
-    """What to change.
-
-    `kind`: full, scale, epsilon, clamp, shift, logsumexp, loss, loss_scale, bf16, masters, rate, clear,
-    data or advice.
-    `status`: "works" or "does not help" where the step was run again with it (over several ranks: on all of
-    them together), else "untried"; `over`: in how many steps a run with it stayed well. `specs`: its doses as
-    plain values, the weakest first, for `cures.put_in_place` in any process; `doses`: text and code of each.
-    """
-
-    kind: str
-    text: str
-    code: str = ""
-    status: str = UNTRIED
-    specs: list[Spec] = field(default_factory=list[Spec])
-    doses: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
-    over: int = 0
-
-    @property
-    def verdict(self) -> str:
-        """Return the result of its trial: `works over 4 steps`."""
-        return self.status + (f" over {self.over} steps" if self.over > 1 else "")
-
-    def mark_working(self, spec: Spec, over: int) -> None:
-        """Record that this dose works, in so many steps."""
-        place = self.specs.index(spec)
-        if self.doses:
-            self.text, self.code = self.doses[place]
-            self.doses = [self.doses[place]]
-        self.status, self.specs, self.over = WORKS, [spec], over
-
-    def __str__(self) -> str:
-        return f"cure ({self.verdict}): {self.text}{f': {self.code}' if self.code else ''}"
-
-
 #: What of a fault is told in JSON as it is.
 _PLAIN = (
-    "step", "phase", "module", "op", "where", "code", "module_class", "aten", "harmless", "behind", "origin",
+    "step", "phase", "module", "op", "where", "code", "module_class", "aten", "harmless", "origin",
     "underflow", "hidden", "rank",
 )  # fmt: skip
 
@@ -148,8 +81,8 @@ class Fault:
     it; `aten`: the kernel. `origin`: finite in, not finite out (False: it read a value that was not finite
     before the step). `passed_on`: ops that carried it further, first ones first. `hidden`: every gradient is
     finite, because a later op made finite (and wrong) values of it. `harmless`: only the present loss scale
-    was too large, and it goes down by itself. `behind`: found only with the cure of the fault before it in
-    place. `led_to`: what came of it at a later step. `rank`: where, of several.
+    was too large, and it goes down by itself. `masked_by`: a fault with whose cure in place alone it shows.
+    `led_to`: what came of it at a later step. `rank`: where, of several.
     """
 
     phase: str
@@ -162,13 +95,13 @@ class Fault:
     origin: bool = True
     inputs: tuple[TensorInfo, ...] = ()
     outputs: tuple[TensorInfo, ...] = ()
-    spoiled: Corrupted = Corrupted()
+    corrupted: Corrupted = Corrupted()
     reached: tuple[str, ...] = ()
     passed_on: tuple[str, ...] = ()
     underflow: bool = False
     hidden: str = ""
     harmless: bool = False
-    behind: bool = False
+    masked_by: Fault | None = None
     led_to: Fault | None = None
     rank: int | None = None
     taped: bool = True
@@ -194,11 +127,6 @@ class Fault:
         return self.location.code
 
     @property
-    def placed(self) -> str:
-        """Return the place as it follows an op: `in 2, train.py:9` or `outside any module, train.py:7`."""
-        return within(self.module, self.module_class) + (f", {self.where}" if self.where else "")
-
-    @property
     def place(self) -> str:
         """Return rank (of several), module and source line in one phrase."""
         rank = "" if self.rank is None else f"rank {self.rank}"
@@ -209,7 +137,7 @@ class Fault:
     @property
     def damage(self) -> str:
         """Return what became nonfinite in the step, the loss if nothing else did."""
-        return "the loss" if self.spoiled == Corrupted() and "loss" in self.reached else str(self.spoiled)
+        return "the loss" if self.corrupted == Corrupted() and "loss" in self.reached else str(self.corrupted)
 
     @property
     def of_the_scale(self) -> bool:
@@ -218,7 +146,7 @@ class Fault:
         True where a run with a lower scale was finite, or could not be tried.
         """
         lowered = any(c.kind == "loss_scale" and c.status != FAILS for c in self.cures)
-        other_damage = self.underflow or self.hidden or self.spoiled.lasting
+        other_damage = self.underflow or self.hidden or self.corrupted.lasting
         return self.phase == "backward" and lowered and not other_damage
 
     @property
@@ -248,7 +176,7 @@ class Fault:
                 ]
             return "\n".join(lines)
         verb = "flushes to zero" if self.underflow else "is the first op that is not finite"
-        lines = [f"{self.phase}: {self.op} {self.placed} {verb}", *code]
+        lines = [f"{self.phase}: {self.op} {self.location.phrase} {verb}", *code]
         lines += [f"  inputs: {', '.join(map(str, self.inputs))}", cause, f"  spoiled: {self.damage}"]
         return "\n".join([*lines, *([f"  hidden: {self.hidden}"] if self.hidden else [])])
 
@@ -262,23 +190,18 @@ class Fault:
     def as_dict(self) -> dict[str, Any]:
         """Return the fault as plain values: a row of the doctor's JSON."""
         return {name: getattr(self, name) for name in _PLAIN} | {
+            "behind": self.masked_by is not None,
             "cause": {"kind": self.cause.kind, "text": self.cause.words, "times": self.cause.times},
-            "cures": [dict(vars(cure)) for cure in self.cures],
+            "cures": [cure.as_dict() for cure in self.cures],
             "summary": self.story(),
             "inputs": [{"what": str(t), "amax": t.amax} for t in self.inputs],
             "outputs": [{"what": str(t), "amax": t.amax} for t in self.outputs],
             "spoiled": self.damage,
-            "spoiled_lasting": list(self.spoiled.lasting),
+            "spoiled_lasting": list(self.corrupted.lasting),
             "reached": list(self.reached),
             "passed_on": list(self.passed_on),
             "weight": self.cause.weight,
         }
-
-
-#: Cures that may have to be in place from the start of the run.
-FROM_START = ("bf16", "masters", "rate")
-#: Cures that change one op where it stands.
-OF_AN_OP = ("full", "full_here", "scale", "epsilon", "clamp", "shift", "logsumexp")
 
 
 @dataclass(frozen=True)
@@ -290,7 +213,7 @@ class RerunRequest:
     """
 
     at: int = 0
-    cure: Spec | None = None
+    cure: Remedy | None = None
     more: int = 0
     taped: int | None = None
     from_start: bool = False
@@ -331,15 +254,15 @@ def try_cures(fault: Fault, request: RerunRequest, rerun: Rerun, rest: int = 0) 
     The first that works is tried for the `rest` of the steps; where these are few, each is. Where no change
     to the step works alone and another fault shows behind the first, both are cured together.
     """
-    behind = list[Fault | None]()
+    masked = list[Fault | None]()
     for cure in fault.cures:
         cure_proven = min(rest, max((other.over for other in fault.cures), default=0)) > _FEW
         longer = request if cure_proven else replace(request, more=max(request.more, rest))
-        behind.append(try_cure(cure, fault, longer, rerun))
-    if not any(cure.status == WORKS and cure.specs[0][0] not in FROM_START for cure in fault.cures):
+        masked.append(try_cure(cure, fault, longer, rerun))
+    if not any(cure.status == WORKS and cure.doses[0].scope != "run" for cure in fault.cures):
         pair = _with_a_second(fault, request, rerun)
         fault.cures = [*fault.cures, *([pair] if pair is not None else [])]
-    return [other for other in behind if other is not None]
+    return [other for other in masked if other is not None]
 
 
 def try_cure(cure: Cure, fault: Fault, request: RerunRequest, rerun: Rerun) -> Fault | None:
@@ -347,12 +270,12 @@ def try_cure(cure: Cure, fault: Fault, request: RerunRequest, rerun: Rerun) -> F
 
     Returns the other fault that appeared with the cure applied, if any.
     """
-    for spec in cure.specs:
-        status, steps, behind = judge(spec, fault, request, rerun)
+    for dose in cure.doses:
+        status, steps, masked = judge(dose, fault, request, rerun)
         if status == WORKS:
-            cure.mark_working(spec, steps)
-            return behind
-        if spec[0] in FROM_START and not request.from_start:
+            cure.mark_working(dose, steps)
+            return masked
+        if dose.scope == "run" and not request.from_start:
             continue  # what was made before it stays as it was: only a run from the start refutes it
         cure.status = status or cure.status
     return None
@@ -360,30 +283,30 @@ def try_cure(cure: Cure, fault: Fault, request: RerunRequest, rerun: Rerun) -> F
 
 def _with_a_second(fault: Fault, request: RerunRequest, rerun: Rerun) -> Cure | None:
     """Combine a cure with one for the op that leaves its range once the first is applied."""
-    first = next((c for c in fault.cures if c.status == FAILS and c.specs[-1][0] in OF_AN_OP), None)
+    first = next((c for c in fault.cures if c.status == FAILS and c.doses[-1].scope == "op"), None)
     if first is None:
         return None
-    spec = first.specs[-1]
-    second = _trace_again(spec, request, rerun, request.at)
+    dose = first.doses[-1]
+    second = _trace_again(dose, request, rerun, request.at)
     if second is None or second.same_as(fault):
         return None
     for other in second.cures:
-        for more in (more for more in other.specs if more[0] in OF_AN_OP):
-            both = ("both", spec, more)
+        for more in (more for more in other.doses if more.scope == "op"):
+            text, code = f"{first.text}, and {other.text}", f"{first.code}; {other.code}"
+            both = Both(dose, more, text=text, code=code)
             status, steps, _ = judge(both, fault, request, rerun)
             if status == WORKS:
-                text, code = f"{first.text}, and {other.text}", f"{first.code}; {other.code}"
-                return Cure(first.kind, text, code, WORKS, [both], over=steps)
+                return Cure(first.kind, text, code, WORKS, [both], steps)
     return None
 
 
-def judge(spec: Spec, fault: Fault, request: RerunRequest, rerun: Rerun) -> tuple[str, int, Fault | None]:
+def judge(dose: Remedy, fault: Fault, request: RerunRequest, rerun: Rerun) -> tuple[str, int, Fault | None]:
     """Return whether a dose works, in how many steps, and the other fault that appears with it, if any.
 
     It works where what is run again stays well, if need be at the lowest loss scale or but for one skipped
     update, or where another fault is the next. Empty where it could not be tried.
     """
-    tried = rerun.run(replace(request, cure=spec))
+    tried = rerun.run(replace(request, cure=dose))
     if tried is None or not tried.applied:
         return "", 0, None
     if request.from_start:
@@ -394,28 +317,28 @@ def judge(spec: Spec, fault: Fault, request: RerunRequest, rerun: Rerun) -> tupl
         return WORKS, tried.steps, None
     if tried.bad_at == request.at:
         of_values = fault.phase == "forward" or fault.cause.kind == "mathematics"
-        if not of_values or spec[0] in FROM_START:
+        if not of_values or dose.scope == "run":
             return FAILS, 0, None
         if tried.falls:
-            lowest = rerun.run(replace(request, cure=("both", ("lowest scale",), spec)))
+            lowest = rerun.run(replace(request, cure=Both(LowestLossScale(), dose)))
             well = lowest is not None and lowest.applied and lowest.bad_at is None
             return (WORKS if well else FAILS), 0 if lowest is None else lowest.steps, None
         skipped = (
-            None if request.more and not tried.recovers else _trace_again(spec, request, rerun, request.at)
+            None if request.more and not tried.recovers else _trace_again(dose, request, rerun, request.at)
         )
         if skipped is None or not skipped.of_the_scale or skipped.same_as(fault):
             return FAILS, 0, None
         return (WORKS if tried.recovers else ""), tried.steps, None
-    second = _trace_again(spec, request, rerun, tried.bad_at)
+    second = _trace_again(dose, request, rerun, tried.bad_at)
     weight = fault.cause.weight
     if second is None or second.same_as(fault) or (weight and second.cause.weight == weight):
         return FAILS, 0, None
     return WORKS, tried.bad_at - request.at, second
 
 
-def _trace_again(spec: Spec, request: RerunRequest, rerun: Rerun, index: int) -> Fault | None:
+def _trace_again(dose: Remedy, request: RerunRequest, rerun: Rerun, index: int) -> Fault | None:
     """Return the fault of a step with a cure applied."""
-    rerun_result = rerun.run(replace(request, cure=spec, more=index - request.at, taped=index))
+    rerun_result = rerun.run(replace(request, cure=dose, more=index - request.at, taped=index))
     return rerun_result.faults[0] if rerun_result is not None and rerun_result.faults else None
 
 
@@ -479,7 +402,7 @@ class Investigation:
     def _keep(self, suspect: SuspectStep, fault: Fault, falls: bool) -> None:
         faults = self.rerun_result.faults
         twin = next((other for other in faults if fault.same_as(other)), None)
-        if twin is not None and not twin.behind:
+        if twin is not None and twin.masked_by is None:
             return
         if twin is not None:  # found behind a cure before; here it is on its own
             faults.remove(twin)
@@ -489,17 +412,17 @@ class Investigation:
         more = min(rest, 2 * _AFTER if suspect.lasting_damage else _AFTER)
         request = RerunRequest(suspect.index, more=more, taped=suspect.index if taped else None)
         rest = 0 if falls and fault.of_the_scale else min(rest, _REST)
-        for behind in try_cures(fault, request, self._rerun, rest):
-            if not any(behind.same_as(other) for other in faults):
-                behind.behind = True
-                faults.append(behind)
+        for masked in try_cures(fault, request, self._rerun, rest):
+            if not any(masked.same_as(other) for other in faults):
+                masked.masked_by = fault
+                faults.append(masked)
 
     def try_from_start(self, fault: Fault, index: int, whole: bool) -> None:
         """Try the cures that need a run of their own; `whole`: to the end of the run."""
         taped = index if fault.underflow or fault.hidden else None
         more = 0 if taped is not None else self._steps if whole else min(self._steps - index, _REST)
         for cure in fault.cures:
-            if cure.status == UNTRIED and cure.specs and cure.specs[0][0] in FROM_START:
+            if cure.status == UNTRIED and cure.doses and cure.doses[0].scope == "run":
                 try_cure(
                     cure, fault, RerunRequest(index, more=more, taped=taped, from_start=True), self._rerun
                 )

@@ -23,6 +23,7 @@ from halfstep.errors import BannedOpError, ConfigError
 from halfstep.formats import FP16, Format, dtype_name, format_of
 from halfstep.names import is_normalisation, named_parameters
 from halfstep.numerics.cause import rerun
+from halfstep.numerics.remedies.source import called
 from halfstep.numerics.snapshot import StepParticipants, as_list, closure_of
 from halfstep.numerics.tape import Node, is_users
 from halfstep.numerics.trace import trace_step
@@ -481,8 +482,3 @@ def _before_a_clip(function: ast.expr) -> str:
         return "scaler.unscale_(optimizer) before the clip" if called(owner) == "scale" else ""
     of_a_session = isinstance(owner, ast.Name) and owner.id in ("amp", "session")
     return "amp.step(clip_norm=...) in place of the clip" if of_a_session else ""
-
-
-def called(call: ast.Call) -> str:
-    """Return the name of the function or method that is called."""
-    return getattr(call.func, "attr", getattr(call.func, "id", ""))

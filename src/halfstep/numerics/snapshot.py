@@ -52,10 +52,12 @@ class StepParticipants:
     """What takes part in a step: models, optimizers, a session, and other things that keep state.
 
     What is not given is looked for among the names the step function uses. `loop`: the end of the path of the
-    training loop that calls the script's step, where it is not the script's own.
+    training loop that calls the script's step, where it is not the script's own. `prepare`: what makes a
+    session of models and optimizers, where a remedy may (sessions live above this floor).
     """
 
     loop = ""
+    prepare: Callable[..., Any] | None = None
 
     def __init__(self, step: Callable[..., Any] | None, participants: Iterable[Any] = ()) -> None:
         things = list(participants)
@@ -93,6 +95,25 @@ class StepParticipants:
         if scale is None:
             return isinstance(holder, torch.amp.GradScaler) and holder.is_enabled()
         return not isinstance(scale, NoLossScale | StaticLossScale)
+
+    @property
+    def scale_now(self) -> tuple[float, float]:
+        """Return the loss scale and its minimum."""
+        rule = getattr(self.session or self.scaler, "loss_scale", None)
+        return float(scale_of(self.session, self.scaler)), float(getattr(rule, "min", 0.0))
+
+    @property
+    def has_scale(self) -> bool:
+        """Whether the loss is scaled by something whose scale can be set."""
+        if self.session is not None:
+            return not isinstance(self.session.loss_scale, NoLossScale)
+        return self.scaler is not None and self.scaler.is_enabled()
+
+    @property
+    def scale_falls(self) -> bool:
+        """Whether the loss scale is dynamic and still above its minimum."""
+        now, least = self.scale_now
+        return self.has_scale and self.scale_moves and now > max(least, 1.0)
 
     def parameters(self) -> list[Tensor]:
         """Return every parameter of the models and every tensor the optimizers update, once."""

@@ -97,6 +97,11 @@ class OpLocation:
         """Return `file.py:12` (the file's name without its folder), empty if unknown."""
         return f"{Path(self.file).name}:{self.line}" if self.file else ""
 
+    @property
+    def phrase(self) -> str:
+        """Return the place as it follows an op: `in 2, train.py:9` or `outside any module, train.py:7`."""
+        return within(self.module, self.module_class) + (f", {self.where}" if self.where else "")
+
 
 def op_label(function: Any, base: str) -> str:
     """Return the op's name in the op table, else as the user called it, else the kernel's, shortened."""
@@ -359,7 +364,7 @@ class Tape(TorchDispatchMode):
         self.candidates: dict[int, Node] = {}
         self.ends: list[End] = []
         self.counts: Counter[tuple[str, str, str]] = Counter()
-        self.talked = False
+        self.used_collectives = False
         self._received: dict[int, Tensor] = {}
         self.gradients: dict[str, Tensor] = {}
         self.passed: list[Node] = []
@@ -386,9 +391,13 @@ class Tape(TorchDispatchMode):
     def __enter__(self) -> Tape:
         if self._model is not None:
             self._learn(self._model)
+        after_step = register_optimizer_step_post_hook(self._after_step)
+        # The hook that ends a tape must be torch's last: a hook may not be removed before it was called.
+        hooks: Any = after_step.hooks_dict_ref()
+        hooks.move_to_end(after_step.id, last=False)
         for handle in (
+            after_step,
             register_optimizer_step_pre_hook(self._before_step),
-            register_optimizer_step_post_hook(self._after_step),
             register_module_forward_pre_hook(self.enter_module),
             register_module_forward_hook(self._leave_module, always_call=True),
         ):
@@ -555,7 +564,7 @@ class Tape(TorchDispatchMode):
 
         Faults of this rank's inputs are followed through; those of others show when the result is read.
         """
-        self.talked = True
+        self.used_collectives = True
         out = func(*args, **kwargs)
         inputs = tensors_in((args, kwargs))
         origins = [self._bad[_storage(t)][0] for t in inputs if _storage(t) in self._bad]

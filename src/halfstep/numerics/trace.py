@@ -21,6 +21,7 @@ from torch import nn
 from halfstep.distributed import gather, local_of, rank, world_size
 from halfstep.errors import LossScaleCollapsed
 from halfstep.numerics.cause import (
+    Cause,
     UnderflowProbe,
     count_in_words,
     count_nonfinite,
@@ -28,18 +29,8 @@ from halfstep.numerics.cause import (
     nonfinite_row,
     outlying_weight,
 )
-from halfstep.numerics.cures import (
-    larger_scale,
-    propose,
-    put_in_place,
-    scale_falls,
-    to_bf16,
-    unmask,
-)
 from halfstep.numerics.fault import (
-    Cause,
     Corrupted,
-    Cure,
     Fault,
     RerunRequest,
     RerunResult,
@@ -47,12 +38,13 @@ from halfstep.numerics.fault import (
     try_cures,
 )
 from halfstep.numerics.histogram import amax
+from halfstep.numerics.remedies import Cure, Evidence, propose
+from halfstep.numerics.remedies.advice import unmask
+from halfstep.numerics.remedies.bf16 import to_bf16
+from halfstep.numerics.remedies.loss import larger_scale
 from halfstep.numerics.snapshot import Snapshot, StepParticipants, as_list, replay, run_eagerly
 from halfstep.numerics.tape import End, Node, OpLocation, Tape, is_finite, key_of
 from halfstep.trees import tensors_in
-
-#: Cures that change one factor, so that the step runs the very same ops.
-_SCALES = ("loss_scale", "loss")
 
 
 class _InPlace:
@@ -79,12 +71,12 @@ class _InPlace:
     def run(self, request: RerunRequest) -> RerunResult | None:
         """Return whether the step stays finite with the cure; one with which it cannot run does not help."""
         assert request.cure is not None
-        if self._together and not (self._through and request.cure[0] in _SCALES):
+        if self._together and not (self._through and request.cure.same_ops):
             return None
-        rerun_result = RerunResult(falls=scale_falls(self._parts))
+        rerun_result = RerunResult(falls=self._parts.scale_falls)
         try:
             with ExitStack() as stack:
-                met = put_in_place(request.cure, self._parts, stack)
+                met = request.cure.apply(self._parts, stack)
                 bad = None if met is None else self._retrace()
                 rerun_result.applied = met is not None and met()
             rerun_result.faults = [] if bad is None else [bad]
@@ -110,7 +102,7 @@ _ELSEWHERE = "another rank's gradients were not finite: see that rank's verdict"
 @dataclass
 class Trace:
     """What one traced step showed. `counts`: how often (phase, op, dtype) ran; `bad`: None if all is well;
-    `talked`: whether ranks talked to each other in it.
+    `used_collectives`: whether ranks used_collectives to each other in it.
     """
 
     bad: Fault | None
@@ -120,7 +112,7 @@ class Trace:
     ops: int
     seconds: float
     error: BaseException | None = None
-    talked: bool = False
+    used_collectives: bool = False
 
     def rows(self) -> list[dict[str, Any]]:
         """Return how often each (phase, op, dtype) ran, as rows."""
@@ -229,7 +221,7 @@ class Taping:
         bad = _verdict(tape, parts, damage, batch) or _underflow(self._probe, tape, parts, damage)
         return Trace(
             bad, dict(tape.counts), tuple(tape.ends), result, len(tape.nodes), 0.0, error,
-            talked=tape.talked,
+            used_collectives=tape.used_collectives,
         )  # fmt: skip
 
 
@@ -254,7 +246,7 @@ def _verdict(tape: Tape, parts: StepParticipants, damage: Corrupted, batch: Any)
         cause = _outside(node, tape, parts, batch)
     else:
         cause, culprit = _inside(node, tape, parts)
-    cures = propose(node, cause, parts, tape.root_amax, culprit, tape.nodes[node.index + 1 :])
+    cures = propose(Evidence(node, cause, parts, tape.root_amax, culprit, tape.nodes[node.index + 1 :]))
     later = (n for n in tape.passed if node.index in n.origins)
     passed = dict.fromkeys(f"{n.phase}: {n.op} in {n.location.module or 'root'}" for n in later)
     return _bad_op(node, cause, cures, damage, ends, passed_on=(*passed,)[:12])
@@ -281,7 +273,7 @@ def _from_elsewhere(tape: Tape, damage: Corrupted) -> Fault | None:
     outputs = tuple(TensorInfo.of(t) for t in read[0].outside[:1])
     return Fault(
         "backward", "all_reduce", _NOWHERE, cause, aten="c10d.allreduce", origin=False, outputs=outputs,
-        spoiled=damage, reached=("gradients of this rank",),
+        corrupted=damage, reached=("gradients of this rank",),
     )  # fmt: skip
 
 
@@ -294,7 +286,7 @@ def _find_hidden_overflow(tape: Tape, parts: StepParticipants, damage: Corrupted
         node = tape.candidates[real[0]]
         cause, culprit = explain(node, tape.originals)
         if cause.kind == "range":
-            cures = propose(node, cause, parts, 0.0, culprit, tape.nodes[node.index + 1 :])
+            cures = propose(Evidence(node, cause, parts, 0.0, culprit, tape.nodes[node.index + 1 :]))
             place = swallower.location.where
             text = f"{swallower.op}{f' ({place})' if place else ''} makes it finite again; the loss is finite"
             return _bad_op(node, cause, cures, damage, hidden=text)
@@ -307,7 +299,7 @@ def _bad_op(
     return Fault(
         node.phase, node.op, replace(node.location, function=None), cause, cures, aten=node.aten,
         origin=not node.outside, inputs=tuple(TensorInfo.of(t) for t in node.user_tensors()),
-        outputs=tuple(TensorInfo.of(t) for t in node.outs), spoiled=damage, reached=reached, **more,
+        outputs=tuple(TensorInfo.of(t) for t in node.outs), corrupted=damage, reached=reached, **more,
     )  # fmt: skip
 
 
@@ -358,7 +350,7 @@ def _unseen(damage: Corrupted, ends: tuple[str, ...]) -> Fault:
         "written by someone else",
     )
     phase = "optimizer" if all(e.startswith(("parameter", "state")) for e in ends) else "backward"
-    return Fault(phase, "unknown", _NOWHERE, cause, origin=False, spoiled=damage, reached=ends)
+    return Fault(phase, "unknown", _NOWHERE, cause, origin=False, corrupted=damage, reached=ends)
 
 
 def _underflow(probe: UnderflowProbe, tape: Tape, parts: StepParticipants, damage: Corrupted) -> Fault | None:
@@ -385,7 +377,7 @@ def _try_cures(
     bad = trace.bad
     local_fault = None if bad is None or bad.cause.kind == "rank" else bad
     through = trace.error is None or isinstance(trace.error, LossScaleCollapsed)
-    together = world_size() > 1 and trace.talked
+    together = world_size() > 1 and trace.used_collectives
     everyone = gather((local_fault, through), parts.group) if together else [(local_fault, through)]
     by_rank = [fault for fault, _ in everyone]
     faults = [fault for fault in by_rank if fault is not None]
@@ -420,6 +412,6 @@ def _say_others(bad: Fault, by_rank: Sequence[Fault | None]) -> None:
         bad.cause = Cause("unknown", text)
         return
     number, first = faults[0]
-    story = f"{first.phase}: {first.op} {first.placed}: {first.cause.words}"
+    story = f"{first.phase}: {first.op} {first.location.phrase}: {first.cause.words}"
     bad.cause = replace(bad.cause, text=f"rank {number} found the first bad op: {story}")
     bad.cures = list({cure.text: cure for _, fault in faults for cure in fault.cures}.values())
