@@ -10,7 +10,7 @@ from torch import nn
 
 import halfstep as hs
 from halfstep.kernels.cuda import launch as cuda
-from halfstep.optim import cuda as plans
+from halfstep.optim.backends import triton as plans
 
 BF16, FP32 = torch.bfloat16, torch.float32
 Params = list[nn.Parameter]

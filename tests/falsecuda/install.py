@@ -77,9 +77,9 @@ def _after_capabilities() -> None:
 
 def _after_tiles() -> None:
     """An interpreted op takes as long on a few elements as on many: items are one tile each."""
-    from halfstep.optim import cuda
+    from halfstep.optim.backends import triton
 
-    cuda.TILE = cuda.ITEM
+    triton.TILE = triton.ITEM
 
 
 def _after_triton() -> None:
@@ -94,7 +94,7 @@ STEPS: dict[str, tuple[Step, Step]] = {
     "torch.cuda": (_before_torch_cuda, None),
     "torch.distributed.distributed_c10d": (_before_process_groups, None),
     "halfstep.devices.capabilities": (None, _after_capabilities),
-    "halfstep.optim.cuda": (None, _after_tiles),
+    "halfstep.optim.backends.triton": (None, _after_tiles),
     "triton.runtime.interpreter": (None, _after_triton),
 }
 

@@ -10,8 +10,10 @@ from torch import Tensor, nn
 
 import halfstep as hs
 from halfstep.errors import MasterRangeError, UnsupportedError
-from halfstep.gradients.stats import Clip
-from halfstep.optim import SGD, Adam, AdamW, Lion, backends, cuda
+from halfstep.gradients.decision import Clip
+from halfstep.optim import SGD, Adam, AdamW, Lion
+from halfstep.optim.backends import Backends
+from halfstep.optim.backends import triton as cuda
 from tests.gpu.machine import DEVICE, Machine
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -243,7 +245,7 @@ def test_a_graph_keeps_its_tables_and_eager_steps_keep_theirs(monkeypatch: pytes
     moved = [g.clone() for g in grads[0]]
     params = [nn.Parameter(v.clone()) for v in values]
     optimizer = SGD(params, lr=1.0, backend="triton")
-    plans = optimizer._plans
+    plans = optimizer._backends.triton.plans
     monkeypatch.setattr(cuda, "capturing", lambda device: True)
     params[0].grad, params[1].grad = grads[0]
     with pytest.raises(UnsupportedError, match="take a few steps first"):
@@ -392,8 +394,12 @@ def test_exact_masters_equal_fp32_masters():
     assert same(exact[1].master_of(exact[0][0]), wide[1].master_of(wide[0][0]))
 
 
+def kind_for(choice: str, device: torch.device) -> str:
+    return type(Backends().of(choice, device)).__name__
+
+
 def test_what_runs_by_default():
     on_cuda = DEVICE.type == "cuda"
-    assert backends.runner("auto", DEVICE) == ("triton" if on_cuda else "numba")
-    assert backends.runner("auto", torch.device("cpu")) == "numba"
-    assert backends.runner("triton", DEVICE) == "triton"
+    assert kind_for("auto", DEVICE) == ("Triton" if on_cuda else "Numba")
+    assert kind_for("auto", torch.device("cpu")) == "Numba"
+    assert kind_for("triton", DEVICE) == "Triton"

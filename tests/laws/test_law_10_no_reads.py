@@ -24,7 +24,7 @@ from torch import nn
 import halfstep as hs
 from halfstep import outcome
 from halfstep.numerics import watch
-from halfstep.optim import backends
+from halfstep.optim.backends import backend
 from tests import python_device
 
 
@@ -40,7 +40,7 @@ class Late:
         return python_device.to_host(self.tensor).clone()
 
 
-outcome.send_to_host = backends.send_to_host = watch.send_to_host = Late
+outcome.send_to_host = backend.send_to_host = watch.send_to_host = Late
 
 
 def reads(kind, level, dtype, watched=False):

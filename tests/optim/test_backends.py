@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from halfstep.errors import HalfstepWarning
-from halfstep.optim import SGD, Adam, AdamW, Lion, backends, reference
+from halfstep.optim import SGD, Adam, AdamW, Lion, reference
+from halfstep.optim.backends import reference as backend
 
 WEIGHTS = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -34,7 +35,7 @@ def no_reference(monkeypatch):
         raise AssertionError("the plain torch reference ran")
 
     monkeypatch.setattr(reference, "update", refuse)
-    monkeypatch.setattr(backends, "measure", refuse)
+    monkeypatch.setattr(backend, "measure", refuse)
 
 
 @pytest.mark.parametrize("dtype", WEIGHTS, ids=str)

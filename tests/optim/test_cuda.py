@@ -18,7 +18,8 @@ from torch import nn
 import halfstep
 from halfstep.errors import ConfigError, HalfstepWarning, UnsupportedError
 from halfstep.kernels.cuda import launch as cuda
-from halfstep.optim import AdamW, backends
+from halfstep.optim import AdamW
+from halfstep.optim.backends import Backends
 from tests.falsecuda import build
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
@@ -104,6 +105,10 @@ def test_all_compiled_code_has_wide_loads_and_no_fused_arithmetic(tmp_path: Path
     compiled(tmp_path, arch, "all")
 
 
+def kind_for(choice: str) -> str:
+    return type(Backends().of(choice, torch.device("cuda"))).__name__
+
+
 @pytest.fixture
 def fresh():
     caches = (cuda.kernels, cuda.usable, cuda.why_not)
@@ -120,10 +125,10 @@ def test_without_triton_cuda_runs_the_reference_and_says_so_once(
     monkeypatch.setitem(sys.modules, "halfstep.kernels.cuda.update", None)
     monkeypatch.delattr("halfstep.kernels.cuda.update", raising=False)
     with pytest.warns(HalfstepWarning, match="pip install triton") as said:
-        names = [backends.runner("auto", torch.device("cuda")) for _ in range(2)]
-    assert names == ["reference", "reference"]
+        names = [kind_for("auto") for _ in range(2)]
+    assert names == ["Reference", "Reference"]
     assert len(said) == 1
-    assert backends.runner("reference", torch.device("cuda")) == "reference"
+    assert kind_for("reference") == "Reference"
 
 
 def test_where_no_kernel_compiles_one_sentence_says_so_and_the_reference_runs(
@@ -140,11 +145,11 @@ def test_where_no_kernel_compiles_one_sentence_says_so_and_the_reference_runs(
     with pytest.warns(
         HalfstepWarning, match=r"Failed to find C compiler.*needs a C compiler.*python3-dev"
     ) as said:
-        names = [backends.runner("auto", torch.device("cuda")) for _ in range(2)]
-    assert names == ["reference", "reference"]
+        names = [kind_for("auto") for _ in range(2)]
+    assert names == ["Reference", "Reference"]
     assert len(said) == 1
     with pytest.raises(UnsupportedError, match="Failed to find C compiler"):
-        backends.runner("triton", torch.device("cuda"))
+        kind_for("triton")
 
 
 def test_demanding_triton_on_a_plain_cpu_is_an_error(fresh: None, monkeypatch: pytest.MonkeyPatch):

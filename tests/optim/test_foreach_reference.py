@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfstep.errors import HalfstepWarning, UnsupportedError
-from halfstep.gradients.stats import Clip
+from halfstep.gradients.decision import Clip, Decision
 from halfstep.kernels.cuda import launch as cuda
-from halfstep.optim import SGD, Adam, AdamW, Lion, backends, storage
+from halfstep.optim import SGD, Adam, AdamW, Lion, storage
+from halfstep.optim.backends import Backends
+from halfstep.optim.backends.reference import by_reference
 from halfstep.optim.bundles import tensor_groups_of
 from tests import falsecuda
 
@@ -58,10 +60,15 @@ def fill(params: dict[str, nn.Parameter], step: int) -> None:
         params["p4"].grad.view(-1)[5] = float("nan")
 
 
-def as_on_a_device(optimizer: Any, factors: Any, skip: Tensor | None) -> None:
+def kind_for(choice: str) -> str:
+    return type(Backends().of(choice, torch.device("cuda"))).__name__
+
+
+def as_on_a_device(optimizer: Any, inv_scale: Any, clip: Any, skip: Tensor | bool) -> None:
     """What an accelerator runs, whatever the device is: nothing may be read."""
+    decision = Decision(inv_scale, [clip] * len(optimizer.param_groups), skip)
     for bundle in tensor_groups_of(optimizer.param_groups, optimizer.algorithm):
-        backends.by_reference(bundle.collect(optimizer.state), factors, skip, optimizer.seed)
+        by_reference(bundle.collect(optimizer.state), decision, optimizer.seed)
 
 
 def steps(row: tuple[int, int, int], together: bool, device_path: bool) -> list[Tensor]:
@@ -81,7 +88,7 @@ def steps(row: tuple[int, int, int], together: bool, device_path: bool) -> list[
         fill(params, step)
         skip = torch.full((), step == 2, device=DEVICE)
         if device_path:
-            as_on_a_device(optimizer, (torch.full((), 0.5, device=DEVICE), None), skip)
+            as_on_a_device(optimizer, torch.full((), 0.5, device=DEVICE), None, skip)
         else:
             optimizer.step(inv_scale=0.5, clip_coef=torch.tensor(0.7), found_inf=step == 2)
     kept = [*params.values(), *(v for p in params.values() for v in optimizer.state[p].values())]
@@ -138,7 +145,7 @@ def launches(count: int, states: str, widths: tuple[int, ...] = (33,), skip: boo
         for p in params:
             p.grad = torch.ones_like(p)
         with Launches() as seen:
-            as_on_a_device(optimizer, (half, Clip(half, 1.0)), flag if skip else None)
+            as_on_a_device(optimizer, half, Clip(half, 1.0), flag if skip else False)
     return seen.names
 
 
@@ -173,6 +180,6 @@ def test_on_an_amd_gpu_the_reference_runs_and_one_sentence_says_so(monkeypatch: 
     for cached in (cuda.usable, cuda.why_not):
         monkeypatch.setattr(cuda, cached.__name__, cached.__wrapped__)
     with pytest.warns(HalfstepWarning, match=r"plain torch.*the same numbers.*on AMD GPUs"):
-        assert backends.runner("auto", torch.device("cuda")) == "reference"
+        assert kind_for("auto") == "Reference"
     with pytest.raises(UnsupportedError, match="does not run on AMD GPUs"):
-        backends.runner("triton", torch.device("cuda"))
+        kind_for("triton")

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.errors import HalfstepWarning
-from halfstep.gradients import cpu
 from halfstep.kernels.cpu import run as compiled
 from halfstep.optim import SGD, Adam, AdamW, Lion
 from halfstep.optim.bundles import TensorGroup
@@ -184,11 +183,18 @@ def test_a_part_has_the_random_bits_of_the_whole(
         assert torch.equal(bits(value), bits(whole[key] if key == "step" else whole[key][slice(*part)])), key
 
 
+def stats_of(grads: list[Tensor], inv_scale: float) -> tuple[float, ...]:
+    params = [nn.Parameter(torch.zeros_like(g)) for g in grads]
+    for p, g in zip(params, grads):
+        p.grad = g
+    return tuple(map(float, SGD(params).measure(inv_scale)))
+
+
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
 def test_measure_equals_float64(dtype: torch.dtype):
     g = torch.Generator().manual_seed(5)
     grads = [(torch.randn(n, generator=g) * 3e-3).to(dtype) for n in (1, 63, 64, 1000, 200_003)]
-    finite, norm, amax = cpu.measure(grads, 0.5)
+    finite, norm, amax = stats_of(grads, 0.5)
     wide = torch.cat(grads).double() * 0.5
     assert norm == pytest.approx(wide.norm().item(), rel=1e-6)
     assert amax == pytest.approx(wide.abs().max().item(), rel=1e-7)
@@ -217,7 +223,7 @@ def test_squares_of_bf16_are_added_in_float64_whatever_their_size(small: float, 
 def test_measure_sees_one_bad_value(dtype: torch.dtype, bad: float, place: int):
     good, grad = torch.ones(70_000, dtype=dtype), torch.ones(1000, dtype=dtype)
     grad[place] = bad
-    finite, _, amax = cpu.measure([good, grad], 1.0)
+    finite, _, amax = stats_of([good, grad], 1.0)
     assert not finite
     assert not math.isfinite(amax)
 
@@ -287,10 +293,11 @@ def test_a_second_process_compiles_nothing(tmp_path: Path):
     """The next finds on disk what one compiled: updates with a look and without, looks."""
     script = (
         "import torch, halfstep as hs\n"
+        "from halfstep.gradients.decision import Decision\n"
         "p = torch.nn.Parameter(torch.ones(40, dtype=torch.bfloat16))\n"
         "p.grad = torch.ones_like(p)\n"
         "optimizer = hs.optim.SGD([p])\n"
-        "optimizer.step(); optimizer.step(look=[]); optimizer.measure_on_host(None)\n"
+        "optimizer.step(); optimizer.step(decision=Decision(), measures=True); optimizer.measure()\n"
     )
     said: list[str] = []
     for _ in range(2):

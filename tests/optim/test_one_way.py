@@ -14,10 +14,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import halfstep as hs
 from halfstep.errors import ConfigError, UnsupportedError
-from halfstep.gradients.stats import clip_coefficient
+from halfstep.gradients.decision import Decision, clip_coefficient
 from halfstep.optim import SGD, AdamW, Lion
+from halfstep.optim.backends import Numba
 from halfstep.optim.base import OnePassOptimizer
-from halfstep.optim.bundles import TensorGroup
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -87,8 +87,10 @@ def test_steps_equal_the_reference_whatever_happens(cls: Any, options: dict[str,
                 p.grad = torch.randn(p.shape, generator=g).to(p.dtype)
             if step == 3:
                 event(params, optimizer)
-            look = [] if step % 2 == 0 else None
-            optimizer.step(inv_scale=0.5, clip_coef=0.25, found_inf=step == 5, look=look)
+            if step % 2:
+                optimizer.step(inv_scale=0.5, clip_coef=0.25, found_inf=step == 5)
+            else:
+                optimizer.step(decision=Decision(0.5, [0.25] * len(optimizer.param_groups)), measures=True)
         results.append([p.detach().clone() for p in params] + list(optimizer.masters().values()))
     for ours, plain in zip(*results):
         assert torch.equal(ours, plain)
@@ -100,10 +102,9 @@ def test_looking_on_the_way_says_what_measuring_says(options: dict[str, Any]):
     for value in (1.0, 3e-20, 1e18, float("nan")):
         for p in params:
             p.grad = torch.full_like(p, value)
-        expected, looked = optimizer.measure(0.5), []
-        optimizer.step(inv_scale=0.5, look=looked)
-        assert len(looked) == 1
-        assert [float(x) for x in looked[0]] == pytest.approx([float(x) for x in expected], nan_ok=True)
+        expected = optimizer.measure(0.5)
+        stats = optimizer.step(decision=Decision(0.5), measures=True)
+        assert [float(x) for x in stats] == pytest.approx([float(x) for x in expected], nan_ok=True)
 
 
 @pytest.mark.parametrize("backend", ["auto", "reference"])
@@ -116,11 +117,9 @@ def test_clipping_in_the_step_is_measuring_before_it(backend: str):
             for p in pair:
                 p.grad = grad.to(p.dtype)
         one, two = (optimizer for _, optimizer in built)
-        measured = two.measure_on_host(0.5) or two.measure(0.5)
-        looked: list[Any] = []
-        one.step(inv_scale=0.5, clip_norm=3.0, look=looked)
-        two.step(inv_scale=0.5, clip_coef=clip_coefficient(measured.norm, 3.0))
-        assert str(looked) == str([measured])
+        norm = two.measure(0.5).norm
+        one.step(inv_scale=0.5, found_inf=False, clip_norm=3.0)
+        two.step(inv_scale=0.5, clip_coef=clip_coefficient(float(norm) if backend == "auto" else norm, 3.0))
     for ours, theirs in zip(*(params for params, _ in built)):
         assert torch.equal(*(p.detach().view(torch.int16) for p in (ours, theirs)))
 
@@ -131,8 +130,8 @@ def test_a_clipped_session_step_looks_at_gradients_once(monkeypatch: pytest.Monk
     optimizer = SGD(model.parameters(), lr=1.0)
     amp = hs.prepare(model, optimizer, level="O2", dtype="bf16")
     looks: list[int] = []
-    measure = TensorGroup.measure
-    monkeypatch.setattr(TensorGroup, "measure", lambda own: (looks.append(1), measure(own))[1])
+    measure = Numba.measure
+    monkeypatch.setattr(Numba, "measure", lambda *args: (looks.append(1), measure(*args))[1])
     for step in range(3):
         with amp.autocast():
             loss = model(torch.ones(2, 4)).square().mean()
@@ -141,7 +140,7 @@ def test_a_clipped_session_step_looks_at_gradients_once(monkeypatch: pytest.Monk
         before = torch.cat([master.flatten() for master in optimizer.masters().values()])
         outcome = amp.step(clip_norm=1e-3)
         after = torch.cat([master.flatten() for master in optimizer.masters().values()])
-        assert len(looks) == step + 1  # one bundle
+        assert len(looks) == step + 1
         assert float(outcome.grad_norm) == pytest.approx(float(torch.cat(gradients).norm()))
         assert float((after - before).norm()) == pytest.approx(1e-3, rel=1e-3)
 
@@ -225,3 +224,32 @@ def test_a_profiler_sees_the_step():
     with torch.profiler.profile(acc_events=True) as profile:
         optimizer.step()
     assert any(event.key.startswith("Optimizer.step#SGD") for event in profile.key_averages())
+
+
+def test_measuring_makes_no_states():
+    params, optimizer = build("auto", AdamW, {})
+    optimizer.seed_masters({params[2]: torch.linspace(-1, 1, 130)})
+    for p in params:
+        p.grad = torch.ones_like(p)
+    before = {p: set(entry) for p, entry in optimizer.state.items()}
+    optimizer.measure()
+    assert {p: set(entry) for p, entry in optimizer.state.items()} == before
+    optimizer.step()
+    assert all("exp_avg" in optimizer.state[p] for p in params)
+
+
+def test_a_session_measures_although_a_wrapper_around_the_step_returns_nothing():
+    model = nn.Linear(4, 3)
+    optimizer: Any = SGD(model.parameters(), lr=0.1)
+    amp = hs.prepare(model, optimizer, level="O1", dtype="bf16", kernels="native")
+    step = optimizer.step
+
+    def wrapper(*args: Any, **options: Any) -> None:
+        step(*args, **options)
+
+    optimizer.step = wrapper
+    with amp.autocast():
+        loss = model(torch.ones(2, 4)).square().mean()
+    amp.backward(loss)
+    norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    assert amp.step().grad_norm == pytest.approx(float(norm))

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from halfstep.errors import ConfigError, UnsupportedError
+from halfstep.gradients.decision import Decision
 from halfstep.optim import SGD, Adam, AdamW, Lion
 from tests.optim import edits
 
@@ -121,7 +122,7 @@ def test_autograd_sees_every_change_of_a_weight(make: Any, dtype: Any, options: 
     for step in range(4):
         p.grad = torch.ones_like(p)
         before = p._version
-        optimizer.step(look=[] if step == 3 else None)
+        optimizer.step(decision=Decision() if step == 3 else None, measures=step == 3)
         assert p._version > before
 
 

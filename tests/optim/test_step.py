@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.errors import ConfigError, MasterRangeError, UnsupportedError
-from halfstep.optim import SGD, Adam, AdamW, Lion, MasterWeights, backends
+from halfstep.gradients.decision import Decision
+from halfstep.optim import SGD, Adam, AdamW, Lion, MasterWeights
+from halfstep.optim.backends.reference import by_reference
 from halfstep.optim.bundles import tensor_groups_of
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -202,7 +204,7 @@ def test_device_path_equals_host_path(master: str | None, state_dtype: str):
         for bundle in tensor_groups_of(optimizer.param_groups, optimizer.algorithm):
             bundle.collect(optimizer.state)
             skip = torch.tensor(step == 1)
-            backends.by_reference(bundle, (torch.tensor(0.5), None), skip, optimizer.seed)
+            by_reference(bundle, Decision(torch.tensor(0.5), skip=skip), optimizer.seed)
     assert all(torch.equal(p, q) for p, q in zip(host, params))
 
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from numbers import Real
-from typing import Any, Generic, NamedTuple
+from typing import Any, Generic, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -17,7 +16,6 @@ from typing_extensions import TypeVar
 
 from halfstep import distributed
 from halfstep.distributed.reduce import groups_of_shards
-from halfstep.errors import ConfigError, show
 from halfstep.torch_private import foreach_norm
 from halfstep.trees import dense_values, home_device, move_to, stack_scalars
 
@@ -53,13 +51,6 @@ class KernelStats(GradStats[Tensor, Tensor, Tensor]):
     found_inf: Tensor
 
 
-class Clip(NamedTuple):
-    """The factor that clips gradients of this norm to `limit`, to be computed by a kernel."""
-
-    norm: float | Tensor
-    limit: float
-
-
 def found_inf_of(stats: AnyStats) -> bool | Tensor:
     """Whether gradients were not finite."""
     if isinstance(stats, KernelStats):
@@ -74,21 +65,11 @@ def on_host_if_cpu(stats: AnyStats) -> AnyStats:
     return GradStats(bool(stats.finite), float(stats.norm), None if stats.amax is None else float(stats.amax))
 
 
-def check_clip(clip_norm: float | None) -> None:
-    """Raise ConfigError unless it is None or a number above 0."""
-    if clip_norm is None:
-        return
-    if isinstance(clip_norm, bool) or not isinstance(clip_norm, Real) or not float(clip_norm) > 0:
-        raise ConfigError(
-            f"clip_norm={show(clip_norm)}: expected a number above 0, such as 1.0 (a norm of 0 leaves "
-            "no update; of a tensor give its item()), or None to clip nothing"
-        )
-
-
-def clip_coefficient(norm: float | Tensor, clip_norm: float) -> float | Tensor:
-    """Return `min(1, clip / (norm + 1e-6))`, the coefficient of `torch.nn.utils.clip_grad_norm_`."""
-    coefficient = clip_norm / (norm + 1e-6)
-    return coefficient.clamp(max=1.0) if isinstance(coefficient, Tensor) else min(coefficient, 1.0)
+def as_tensors(stats: AnyStats) -> GradStats:
+    """Return stats as 0-d tensors: on a CPU where they are Python values."""
+    if isinstance(stats.finite, Tensor):
+        return cast(GradStats, stats)
+    return GradStats(*(torch.tensor(value, device="cpu") for value in stats))
 
 
 #: Below this many elements one call costs more than a copy: such tensors are joined first.
@@ -202,10 +183,11 @@ def _sums(tensors: list[Tensor], home: torch.device) -> tuple[Tensor, Tensor]:
     return _norms(full, home, wide).square().sum(), _peak(full, home)
 
 
-def combine(parts: Sequence[GradStats]) -> GradStats:
+def combine(sets: Sequence[AnyStats]) -> AnyStats:
     """Return the stats of several disjoint sets of gradients taken together (at least one set)."""
-    if len(parts) == 1:
-        return parts[0]
+    if len(sets) == 1:
+        return sets[0]
+    parts = list(map(as_tensors, sets))
     home = home_device([part.norm for part in parts])
     finite = torch.stack([move_to(part.finite, home) for part in parts]).all()
     norm = torch.linalg.vector_norm(stack_scalars([part.norm for part in parts], home))

@@ -35,7 +35,7 @@ _TRIES = 4
 
 
 @dataclass
-class _Ran:
+class _PendingStep:
     """A step that was run and whose verdict is still to be read."""
 
     step: Callable[..., Any]
@@ -91,7 +91,7 @@ class Replayable:
         self._limit, self._warn = limit, warn
         self._replays = self._bad_in_a_row = 0
         self._has_warned = False
-        self._ran: _Ran | None = None
+        self._pending: _PendingStep | None = None
 
     @property
     def traces(self) -> list[tuple[int, Trace]]:
@@ -117,44 +117,44 @@ class Replayable:
         self.finish()
         parts = StepParticipants(step, self._given)
         steps = 0 if parts.session is None else parts.session.steps
-        ran = _Ran(step, batch, parts, Snapshot(parts, weights=False), steps)
+        pending = _PendingStep(step, batch, parts, Snapshot(parts, weights=False), steps)
         self.steps += 1
         skips = parts.session is not None and parts.session.skip_nonfinite
-        hooks = [] if ran.sharded or skips else self._guards(parts, ran)
+        hooks = [] if pending.sharded or skips else self._guards(parts, pending)
         try:
-            ran.result = step(*batch)
+            pending.result = step(*batch)
         except LossScaleCollapsed as error:
-            raise self._with_origin(error, ran) from error
+            raise self._with_origin(error, pending) from error
         finally:
             for hook in hooks:
                 hook.remove()
-        self._ran = ran
-        if ran.device.type == "cpu":
+        self._pending = pending
+        if pending.device.type == "cpu":
             self.finish()
-        return ran.result
+        return pending.result
 
     def finish(self) -> None:
         """Read the last step's verdict, and replay the step if it was bad and may show a new cause."""
-        ran, self._ran = self._ran, None
-        if ran is None:
+        pending, self._pending = self._pending, None
+        if pending is None:
             return
-        session, bad = ran.parts.session, False
+        session, bad = pending.parts.session, False
         try:
             if session is not None:
-                outcomes = islice(reversed(session.history), session.steps - ran.outcomes)
+                outcomes = islice(reversed(session.history), session.steps - pending.outcomes)
                 bad = any(not outcome.finite for outcome in outcomes)
         except LossScaleCollapsed as error:
-            raise self._with_origin(error, ran) from error
-        bad = bad or ran.early is not None or not all(is_finite(t) for t in tensors_in(ran.result))
-        bad = _on_any_rank(ran, bad)
+            raise self._with_origin(error, pending) from error
+        bad = bad or pending.early is not None or not all(is_finite(t) for t in tensors_in(pending.result))
+        bad = _on_any_rank(pending, bad)
         self._bad_in_a_row = self._bad_in_a_row + 1 if bad else 0
         power_of_two = self._bad_in_a_row & (self._bad_in_a_row - 1) == 0
         replay_due = bad and power_of_two and self._replays < _TRIES * self._limit
-        if ran.sharded and bad and self._warn and not self._has_warned:
+        if pending.sharded and bad and self._warn and not self._has_warned:
             self._has_warned = True
             warn(_SHARDED.format(self.steps))
-        elif not ran.sharded and replay_due and _on_any_rank(ran, len(self._traces) < self._limit):
-            self._keep(self._replay(ran), self._warn)
+        elif not pending.sharded and replay_due and _on_any_rank(pending, len(self._traces) < self._limit):
+            self._keep(self._replay(pending), self._warn)
 
     @property
     def _given(self) -> list[Any]:
@@ -170,46 +170,46 @@ class Replayable:
         if warns and not bad.harmless and bad.cause.kind != "rank":
             warn(f"step {self.steps}: {bad.summary()}")
 
-    def _with_origin(self, error: LossScaleCollapsed, ran: _Ran) -> LossScaleCollapsed:
-        if ran.sharded:
+    def _with_origin(self, error: LossScaleCollapsed, pending: _PendingStep) -> LossScaleCollapsed:
+        if pending.sharded:
             return LossScaleCollapsed(str(error))
-        trace = self._replay(ran)
+        trace = self._replay(pending)
         self._keep(trace, warns=False)
         bad = trace.bad
         return LossScaleCollapsed(f"{error}; first bad op: {bad.summary()}" if bad else str(error))
 
-    def _guards(self, parts: StepParticipants, ran: _Ran) -> list[Any]:
+    def _guards(self, parts: StepParticipants, pending: _PendingStep) -> list[Any]:
         """Install hooks that copy weights before an update with nonfinite gradients corrupts them."""
 
         def guard(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-            gradients = gradients_of(optimizer) if ran.early is None else []
+            gradients = gradients_of(optimizer) if pending.early is None else []
             if gradients and not math.isfinite(float(amaxes(gradients).max())):
-                ran.early = Snapshot(parts)
+                pending.early = Snapshot(parts)
 
         return [o.register_step_pre_hook(guard) for o in parts.optimizers]
 
-    def _replay(self, ran: _Ran) -> Trace:
-        parts = ran.parts
+    def _replay(self, pending: _PendingStep) -> Trace:
+        parts = pending.parts
         if parts.session is not None:
             parts.session.sync()
         self._replays += 1
-        after = Snapshot(parts, weights=ran.early is not None)
-        if ran.early is not None:
-            ran.early.restore()
+        after = Snapshot(parts, weights=pending.early is not None)
+        if pending.early is not None:
+            pending.early.restore()
         gradients = [(p, p.grad) for p in parts.parameters()]
         for parameter, _ in gradients:
             parameter.grad = None
-        ran.before.restore()
+        pending.before.restore()
         try:  # a trace leaves weights and states as it found them
-            return trace_step(ran.step, *ran.batch, others=[*self._given, *parts.others])
+            return trace_step(pending.step, *pending.batch, others=[*self._given, *parts.others])
         finally:
             for parameter, gradient in gradients:
                 parameter.grad = gradient
             after.restore()
 
 
-def _on_any_rank(ran: _Ran, flag: bool) -> bool:
+def _on_any_rank(pending: _PendingStep, flag: bool) -> bool:
     """Whether any rank replays: then all do, since a replay takes part in their collectives."""
     if world_size() == 1:
         return flag
-    return bool(all_ranks(torch.tensor(flag, device=ran.device), ran.parts.group))
+    return bool(all_ranks(torch.tensor(flag, device=pending.device), pending.parts.group))

@@ -14,7 +14,7 @@ from torch.nn.parameter import UninitializedParameter
 from halfstep.distributed import local_of
 from halfstep.errors import ConfigError, UnsupportedError, show
 from halfstep.formats import dtype_name
-from halfstep.gradients.stats import check_clip
+from halfstep.gradients.decision import check_clip
 from halfstep.kernels import codes as L
 from halfstep.optim import storage
 
@@ -169,7 +169,8 @@ def limits_of(groups: Sequence[Mapping[str, Any]], clip_norm: float | None) -> l
         return [clip_norm] * len(groups)
     limits = [group.get("clip_norm") for group in groups]
     for limit in limits:
-        check_clip(limit)
+        if limit is not None:
+            check_clip(limit)
     return limits
 
 

@@ -8,37 +8,37 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AnySet
 from functools import partial
+from itertools import chain
 from operator import itemgetter
 from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
 
+from halfstep.devices.transfer import capturing
 from halfstep.distributed import local_of
 from halfstep.distributed.shards import find_rank_local
 from halfstep.errors import ConfigError, MasterRangeError, UnsupportedError, warn
+from halfstep.gradients.decision import Decision, Factor, Scalar, decide
 from halfstep.gradients.stats import (
     AnyStats,
-    Clip,
     GradStats,
-    HostStats,
+    as_tensors,
+    combine,
     found_inf_of,
     measure_shards,
     on_host_if_cpu,
 )
-from halfstep.kernels import codes as L
 from halfstep.optim import (
     arguments,
     backends,
     bundles,
     checkpoints,
-    cuda,
     entries,
     shards,
     storage,
 )
 from halfstep.optim.algorithms import Algorithm
-from halfstep.optim.backends import Factor, Scalar
 from halfstep.optim.bundles import Group, Place, TensorGroup
 from halfstep.optim.loading import MasterHolder, warn_of_zero_moments
 from halfstep.optim.release import PARTLY, GradientRelease
@@ -55,7 +55,6 @@ from halfstep.torch_private import (
 from halfstep.trees import accumulate_in_fp32, parameters_of
 
 BACKENDS = ("auto", "reference", "triton")
-Work = tuple[TensorGroup, str]
 
 
 class OnePassOptimizer(MasterHolder, torch.optim.Optimizer):
@@ -120,8 +119,7 @@ class OnePassOptimizer(MasterHolder, torch.optim.Optimizer):
     def _prepare(self) -> None:
         self.outcome: Outcome | None = None
         """What the last step did, where it clips or skips by itself or by a GradScaler; else None."""
-        self._outcomes, self._late = OutcomeQueue(), backends.LateErrors()
-        self._plans = cuda.Plans()
+        self._outcomes, self._backends = OutcomeQueue(), backends.Backends()
         self.release = GradientRelease(self) if self.release_gradients else None
 
     def algorithm(self, group: Mapping[str, Any]) -> Algorithm:
@@ -174,7 +172,7 @@ class OnePassOptimizer(MasterHolder, torch.optim.Optimizer):
     def _tensor_groups(self, only: Tensor | None = None) -> list[TensorGroup]:
         return bundles.tensor_groups_of(self.param_groups, self.algorithm, only)
 
-    # ---- the two passes -----------------------------------------------------------------------------
+    # ---- measure, decide, apply ---------------------------------------------------------------------
 
     @torch.no_grad()
     def measure(self, inv_scale: Scalar = None) -> GradStats:
@@ -182,25 +180,73 @@ class OnePassOptimizer(MasterHolder, torch.optim.Optimizer):
 
         With released gradients the answer speaks of those freed since the last step as well.
         """
-        params = parameters_of(self)
-        if shards.any_shard(params):
-            shards.add_partial_sums(params)
-            return measure_shards([p.grad for p in params], inv_scale, shards.sets_of(params))
-        grads = [g for bundle in self._tensor_groups() for g in bundle.collect().grads]
-        rest = backends.measure_all(grads, inv_scale, self.backend, self._plans)
-        if self.release is None:
-            return rest
-        return self.release.stats(rest if grads else None) or rest
+        return as_tensors(self._stats_of(self._tensor_groups(), inv_scale))
 
-    @torch.no_grad()
-    def measure_on_host(self, inv_scale: Scalar = None) -> HostStats | None:
-        """Do `measure` as Python numbers, faster; None where the CPU kernels cannot read every gradient."""
-        if self.release is not None or not all(p.is_cpu for p in parameters_of(self)):
-            return None
-        if backends.runner(self.backend, torch.device("cpu")) != "numba":
-            return None
-        sums = [bundle.collect().prepare().measure() for bundle in self._tensor_groups()]
-        return self._combine(sums, inv_scale)
+    def _stats_of(self, groups: Sequence[TensorGroup], inv_scale: Scalar) -> AnyStats:
+        """Do `measure`, as Python values where kernels of a CPU read all, which is faster.
+
+        The groups are collected with the states where these are there: the update of this step needs them.
+        """
+        for group in groups:
+            if not group.complete:
+                group.collect(self.state, makes=False)
+        params = parameters_of(self)
+        devices = dict.fromkeys(group.device for group in groups) or dict.fromkeys(p.device for p in params)
+        parts = [
+            (self._backends.of(self.backend, at), [group for group in groups if group.device == at])
+            for at in devices
+        ]
+        if not all(backend.fuses for backend, _ in parts) and shards.any_shard(params):
+            return measure_shards([p.grad for p in params], inv_scale, shards.sets_of(params))
+        stats = combine([backend.measure(those, inv_scale, params) for backend, those in parts])
+        if self.release is None:
+            return stats
+        return self.release.stats(stats if groups else None) or stats
+
+    def _decide(
+        self,
+        groups: Sequence[TensorGroup],
+        inv_scale: Scalar = None,
+        clip_coef: Factor = None,
+        found_inf: bool | Tensor | None = None,
+        clip_norm: float | None = None,
+    ) -> Decision:
+        """Return what the arguments of `step` say; what they leave open the parameter groups say."""
+        limits = [] if clip_coef is not None else arguments.limits_of(self.param_groups, clip_norm)
+        clips, skips = any(limits), found_inf is None and self._skips()
+        skip = False if found_inf is None else found_inf
+        given = Decision(inv_scale, [clip_coef] * len(self.param_groups), skip)
+        if skip is True or not (clips or skips):
+            return given
+        if not self.state and (skips or clip_norm is None):
+            self._check_ranks()
+        stats = self._stats_of(groups, inv_scale)
+        if found_inf is None:
+            self._conclude(on_host_if_cpu(stats), skips)
+        skip = found_inf_of(stats) if skips else skip
+        return decide(stats.norm, limits, inv_scale, skip) if clips else given._replace(skip=skip)
+
+    def _apply(
+        self, groups: Sequence[TensorGroup], decision: Decision, measures: bool = False
+    ) -> AnyStats | None:
+        """Do what was decided; with `measures` return the stats, found on the way where that can be.
+
+        A flag on a device is read where a backend runs on the host, and decides for that one's groups.
+        """
+        work = {} if decision.skip is True else self._backends.serving(self.backend, groups)
+        skips = decision.skip is not False and any(b.on_host for b in work) and bool(decision.skip)
+        work = {backend: those for backend, those in work.items() if not (skips and backend.on_host)}
+        for group in chain.from_iterable(work.values()):
+            if not group.complete:
+                group.collect(self.state)
+        fuses = measures and self.release is None and len(work) == 1 and next(iter(work)).fuses
+        stats = self._stats_of(groups, decision.inv_scale) if measures and not fuses else None
+        flags = [backend.update(those, decision, self.seed, fuses) for backend, those in work.items()]
+        for backend in work if fuses else ():
+            stats = backend.measured(groups, decision.inv_scale, parameters_of(self))
+        if any(flags):
+            raise MasterRangeError(backends.RANGE)
+        return stats
 
     @torch.no_grad()
     def init_states(self) -> None:
@@ -216,8 +262,10 @@ class OnePassOptimizer(MasterHolder, torch.optim.Optimizer):
         inv_scale: Scalar = None,
         clip_coef: Factor = None,
         found_inf: bool | Tensor | None = None,
-        look: list[AnyStats] | None = None,
         clip_norm: float | None = None,
+        decision: Decision | None = None,
+        groups: Sequence[TensorGroup] | None = None,
+        measures: bool = False,
     ) -> Any:
         """Update every parameter that has a gradient, in one pass.
 
@@ -227,103 +275,62 @@ class OnePassOptimizer(MasterHolder, torch.optim.Optimizer):
         back. Returns what `closure` returns. Raises MasterRangeError when a weight outgrew an exact fp16
         master (it stays at 65504; on an accelerator the error comes up to two steps late).
 
-        With a list as `look`, what `measure` would have said before is appended to it, where possible at the
-        price of no further pass. `clip_norm`, in place of `clip_coef`, clips their 2-norm to this: it is
-        measured first, over all ranks that hold parts of them. ConfigError for one below 0, or both;
-        UnsupportedError for one where gradients were released. Either replaces the groups' `clip_norm`, and
-        `found_inf` their `skip_nonfinite`: nothing is clipped twice.
+        `clip_norm`, in place of `clip_coef`, clips their 2-norm to this: it is measured first, over all ranks
+        that hold parts of them. ConfigError for one below 0, or both; UnsupportedError for one where
+        gradients were released. Either replaces the groups' `clip_norm`, and `found_inf` their
+        `skip_nonfinite`: nothing is clipped twice.
+
+        A session gives a `decision` in place of all these, and the `groups` that it measured. With `measures`
+        the step returns what `measure` would have said before it; the decision must not depend on that.
         """
         run: Any = OnePassOptimizer._step_checked_by_torch
         if torch.compiler.is_dynamo_compiling():
             run = _step_outside
         elif any(step_hooks(self)) or global_step_pre_hooks or global_step_post_hooks or profiling():
-            run = _hooked_step
+            run, groups = _hooked_step, None  # hooks may have changed the gradients
         return run(
             self,
             *(() if closure is None else (closure,)),
             inv_scale=inv_scale,
             clip_coef=clip_coef,
             found_inf=found_inf,
-            look=look,
             clip_norm=clip_norm,
+            decision=decision,
+            groups=groups,
+            measures=measures,
         )
 
     step.hooked = True  # pyright: ignore[reportFunctionMemberAccess]
 
-    def _step_checked_by_torch(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
-        loss = None
+    def _step_checked_by_torch(
+        self,
+        closure: Callable[[], Any] | None = None,
+        *,
+        decision: Decision | None,
+        groups: Sequence[TensorGroup] | None,
+        measures: bool,
+        **asked: Any,
+    ) -> Any:
+        result = None
         if closure is not None:
             with torch.enable_grad():
-                loss = closure()
-        if (clip_norm := options.get("clip_norm")) is not None:
-            arguments.check_clipping(clip_norm, options.get("clip_coef"), self.release is not None)
-        self.outcome = None
-        self._late.check()
-        self._update(self._tensor_groups(), **options)
+                result = closure()
+        if (clip_norm := asked["clip_norm"]) is not None:
+            arguments.check_clipping(clip_norm, asked["clip_coef"], self.release is not None)
+        self.outcome, errors = None, self._backends.errors
+        if errors.flags:
+            errors.check()
+        groups = self._tensor_groups() if groups is None else groups
+        decision = self._decide(groups, **asked) if decision is None else decision
+        stats = self._apply(groups, decision, measures)
         if self.release is not None:
             self.release.finish(any(arguments.limits_of(self.param_groups, self.release.clip_norm)))
-        self._late.send()
-        return loss
-
-    def _combine(self, sums: list[tuple[Any, float, float]], inv_scale: Scalar) -> HostStats:
-        return shards.combine_stats(sums, parameters_of(self), backends.number(inv_scale))
-
-    def _not_skipped(self, all_bundles: list[TensorGroup], found_inf: bool | Tensor) -> list[TensorGroup]:
-        """Return the groups to update: none where the step is skipped, as far as the host knows or reads."""
-        host_flags = [bundle.device.type == "cpu" and self.backend != "triton" for bundle in all_bundles]
-        if found_inf is True:
-            return []
-        skips = any(host_flags) and bool(found_inf)
-        return [bundle for bundle, on_host in zip(all_bundles, host_flags) if not (skips and on_host)]
-
-    def _runner(self, bundle: TensorGroup) -> str:
-        return backends.runner(self.backend, bundle.device, bundle.algorithm.code)
+        if errors.flags:
+            errors.send()
+        return stats if measures else result
 
     def _skips(self) -> bool:
         return any(map(itemgetter("skip_nonfinite"), self.param_groups))
-
-    def _update(
-        self,
-        all_bundles: list[TensorGroup],
-        inv_scale: Scalar = None,
-        clip_coef: Factor = None,
-        found_inf: bool | Tensor | None = None,
-        look: list[AnyStats] | None = None,
-        clip_norm: float | None = None,
-    ) -> None:
-        """Update these; CPU kernels measure on the way where nothing clips or skips."""
-        limits = [] if clip_coef is not None else arguments.limits_of(self.param_groups, clip_norm)
-        clips = found_inf is not True and any(limits)
-        skips = found_inf is None and self._skips()
-        if not self.state and (skips or (clips and clip_norm is None)):
-            self._check_ranks()
-        decided, clip_coefs = found_inf is not None, [clip_coef] * len(self.param_groups)
-        if found_inf is not None and found_inf is not False:
-            all_bundles = self._not_skipped(all_bundles, found_inf)
-        work = [(bundle.collect(self.state), self._runner(bundle)) for bundle in all_bundles]
-        cpu_bundles = [bundle.prepare() for bundle, runner in work if runner == "numba"]
-        all_on_cpu = self.release is None and 0 < len(cpu_bundles) == len(all_bundles)
-        fused_measure = look is not None and all_on_cpu and not clips and not skips
-        if clips or skips or (look is not None and not fused_measure):
-            stats = (
-                self._combine([bundle.measure() for bundle in cpu_bundles], inv_scale) if all_on_cpu else None
-            )
-            stats = stats or self.measure_on_host(inv_scale) or self.measure(inv_scale)
-            if clips:
-                clip_coefs = [None if limit is None else Clip(stats.norm, limit) for limit in limits]
-            if skips:
-                found_inf = found_inf_of(stats)
-                live_bundles = self._not_skipped(all_bundles, found_inf)
-                work = [item for item in work if item[0] in live_bundles]
-            if look is not None:
-                look.append(stats)
-            elif not decided:
-                self._conclude(on_host_if_cpu(stats), skips)
-        out_of_range = self._run(work, inv_scale, clip_coefs, found_inf, fused_measure)
-        if look is not None and fused_measure:
-            look.append(self._combine([bundle.totals() for bundle in cpu_bundles], inv_scale))
-        if out_of_range:
-            raise MasterRangeError(backends.RANGE)
 
     def _check_ranks(self) -> None:
         """Refuse gradients of this rank alone, before the first step that clips or skips by itself."""
@@ -335,39 +342,6 @@ class OnePassOptimizer(MasterHolder, torch.optim.Optimizer):
                 "hs.distributed.shard(model)"
             )
 
-    def _run(
-        self,
-        work: list[Work],
-        inv_scale: Scalar,
-        clip_coefs: Sequence[Factor],
-        found_inf: bool | Tensor | None,
-        measures: bool = False,
-    ) -> bool:
-        """Update these, whose groups have a clip factor each; true where one left its master's range."""
-        out_of_range: list[Any] = []
-        gpu_groups: dict[tuple[int, torch.device], list[TensorGroup]] = {}
-        for bundle, runner in work:
-            scalars = inv_scale, clip_coefs[bundle.number]
-            if runner == "numba":
-                hyper = arguments.numbers_of(bundle.group)
-                out_of_range.append(
-                    bundle.update(hyper, backends.factor_of(scalars, hyper), self.seed, measures)
-                )
-            elif runner == "triton":
-                gpu_groups.setdefault((bundle.number, bundle.device), []).append(bundle)
-            elif bundle.device.type == "cpu":
-                out_of_range.append(backends.by_reference(bundle, scalars, None, self.seed))
-            else:
-                flag = backends.by_reference(bundle, scalars, found_inf, self.seed)
-                if flag is not None:
-                    self._late.flag(flag.device).bitwise_or_(flag)
-        for (number, device), gpu_bundles in gpu_groups.items():
-            scalars = inv_scale, clip_coefs[number]
-            bounded = any(bundle.kind == L.FP16_EXACT for bundle in gpu_bundles)
-            flag = self._late.flag(device) if bounded else None
-            self._plans.update(gpu_bundles, scalars, found_inf, flag, self.seed)
-        return any(map(bool, out_of_range))
-
     def _conclude(self, stats: AnyStats, skips: bool) -> None:
         """Keep the outcome of a bare step; warn of gradients that were not finite once the host knows."""
         taken = stats.finite if skips else True
@@ -375,7 +349,7 @@ class OnePassOptimizer(MasterHolder, torch.optim.Optimizer):
         self.outcome = Outcome(
             taken=taken, finite=stats.finite, grad_norm=stats.norm, amax=stats.amax, reason=reason
         )
-        if isinstance(stats.norm, Tensor) and cuda.capturing(stats.norm.device):
+        if isinstance(stats.norm, Tensor) and capturing(stats.norm.device):
             return
         if not all(record.finite for record in self._outcomes.push(self.outcome)):
             how = "and was skipped" if skips else "and was taken: skip_nonfinite=True skips such steps"
@@ -387,21 +361,20 @@ class OnePassOptimizer(MasterHolder, torch.optim.Optimizer):
     @torch.no_grad()
     def _release_one(
         self, p: Tensor, inv_scale: Scalar, norm: Tensor | None, limit: float | None
-    ) -> GradStats | None:
+    ) -> AnyStats | None:
         """Do `measure` and `step` for one parameter; None where it has no gradient.
 
         It is clipped as gradients of this `norm` are, to `limit` or what its group has. With `inv_scale`
         given, or where a group skips, nothing changes where the gradient is not finite.
         """
-        p_bundles = self._tensor_groups(p)
-        if not p_bundles:
+        groups = [group.collect() for group in self._tensor_groups(p)]
+        if not groups:
             return None
-        stats = backends.measure_all(p_bundles[0].collect().grads, inv_scale, self.backend, self._plans)
-        found_inf = found_inf_of(stats) if inv_scale is not None or self._skips() else None
-        limit = arguments.limits_of(self.param_groups, limit)[p_bundles[0].number]
-        self._update(
-            p_bundles, inv_scale, 1.0 if norm is None or limit is None else Clip(norm, limit), found_inf
-        )
+        backend = self._backends.of(self.backend, groups[0].device)
+        stats = backend.measure(groups, inv_scale, [p])
+        skip = found_inf_of(stats) if inv_scale is not None or self._skips() else False
+        limits = arguments.limits_of(self.param_groups, limit)
+        self._apply(groups, decide(norm, limits, inv_scale, skip))
         return stats
 
     def _normalize_entry(self, p: Tensor, group: Group, place: Place, value: Tensor | None) -> None:

@@ -17,14 +17,13 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
-from halfstep.distributed import first_element, local_of, shard_groups
+from halfstep.distributed import first_element, local_of
 from halfstep.distributed.reduce import groups_of_shards
 from halfstep.errors import ConfigError, UnsupportedError
 from halfstep.kernels import codes as L
-from halfstep.kernels.cpu.run import GRADS, WorkItems, kernels
-from halfstep.optim import arguments, entries, rounding, shards, storage
+from halfstep.kernels.cpu.run import GRADS
+from halfstep.optim import arguments, entries, shards, storage
 from halfstep.optim.algorithms import Algorithm
 from halfstep.optim.shards import PLAIN
 
@@ -80,6 +79,7 @@ class TensorGroup:
         self.places, self.params, self.weights, self.grads = columns
         weight = self.weights[0]
         self.device, self._index = weight.device, weight.get_device()
+        self.grad_dtype = self.grads[0].dtype
         self.kind = arguments.kind_of(weight.dtype, group["master"])
         self.state_kind = L.STATE_FP32
         if algorithm.states:
@@ -96,20 +96,24 @@ class TensorGroup:
         """This rank's tensors of the states, by their name in `optimizer.state`."""
         self.elements: tuple[int, ...] = ()
         """How many each weight has here."""
+        self.complete = False
+        """Whether the states were collected as well."""
+        self.work: Any = None
+        """What a backend made of it, to use again in this step."""
 
-    @property
-    def grad_dtype(self) -> torch.dtype:
-        """Return the dtype of all gradients."""
-        return self.grads[0].dtype
-
-    def collect(self, state: Any = None) -> TensorGroup:
+    def collect(self, state: Any = None, makes: bool = True) -> TensorGroup:
         """Collect weights, gradients and, given an optimizer's `state`, states; return itself.
 
-        What is missing or does not fit the kernels is made to. UnsupportedError and ConfigError for what
-        cannot fit.
+        What is missing or does not fit the kernels is made to; unless it `makes` states, none are collected
+        where one is not there. UnsupportedError and ConfigError for what cannot fit.
         """
         state_entries: list[Group] | None = None
-        if state is not None:
+        self.complete, self.work = state is not None, None
+        if not makes:
+            if self._try_collect(list(map(state.get, self.params, repeat({})))):
+                return self
+            self.complete = False
+        elif state is not None:
             try:
                 state_entries = list(map(state.__getitem__, self.params))
             except KeyError:  # a plain dict in place of torch's
@@ -129,6 +133,7 @@ class TensorGroup:
             storage.check_dense(weight)
         with torch.inference_mode(False), torch.no_grad():
             self.grads = list(map(_dense_grad, self.weights, _locals(self.grads), names))
+            self.grad_dtype = self.grads[0].dtype
             for p, weight, entry, name in zip(self.params, self.weights, state_entries, names):
                 with shards.local_entry(entry, p) as local_state:
                     entries.normalize_entry(
@@ -199,44 +204,6 @@ class TensorGroup:
             formats |= {key + storage.EXPONENTS: (EXPONENTS + i, torch.uint8) for i, key in enumerate(states)}
         formats["step"] = (STEP, torch.float32)
         return formats
-
-    # ---- the kernels of a CPU ---------------------------------------------------------------------------
-
-    def prepare(self) -> TensorGroup:
-        """Make the kernels' arguments, one call a thread for all weights; return itself."""
-        self._table, self._work = self.table(), WorkItems(self.elements, self.widths)
-        return self
-
-    def measure(self) -> tuple[Any, float, float]:
-        """Measure the gradients: where they are split, the sum of squares and the largest magnitude."""
-        return (shard_groups(self.params[0]), *self._work.measure(GRADS[self.grad_dtype], self._table))
-
-    def totals(self) -> tuple[Any, float, float]:
-        """Return the same, from what an update that measures has found."""
-        return (shard_groups(self.params[0]), *self._work.totals(GRADS[self.grad_dtype], self._table))
-
-    def update(self, hyper: Mapping[str, Any], factor: float, seed: int, measures: bool) -> bool:
-        """Update every parameter, and measure if `measures`; true where one left its master's range.
-
-        `hyper` is the group with Python numbers; `factor` multiplies the gradients.
-        """
-        algorithm, compiled, steps = self.algorithm, kernels(), np.empty(len(self.params))
-        same = compiled.step_counter()(self._table, steps)
-        counts = [steps.item(0)] if same else steps.tolist()  # one row serves all
-        rows = {step: (factor, *algorithm.scalars(hyper, step)) for step in set(counts)}
-        scalars = np.array(list(map(rows.__getitem__, counts)), np.float32)
-        if self.rounds_randomly:
-            widths = self.widths or repeat(None)
-            places = np.array(list(map(rounding.place_of, self.origins(), widths)), np.int64)
-            bases: Any = np.array(self.base_keys(seed), np.int64)
-            keys = (
-                rounding.key_of(bases, cast(Any, steps.astype(np.int64))) + places // L.PANEL * rounding.WEYL
-            )
-            self._table[KEY] = (keys & rounding.WORD) | (places % L.PANEL) << 32
-        formats = self.kind, GRADS[self.grad_dtype], self.state_kind
-        self._work.run(compiled.updater(algorithm.code, *formats, measures), self._table, scalars)
-        increment_version(self.params)
-        return self.kind == L.FP16_EXACT and bool(self._work.found[2].any())
 
     # ---- for all that run it ----------------------------------------------------------------------------
 

@@ -147,8 +147,9 @@ def find_zero_moments(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Tensor
         mean, square = entry.get("exp_avg"), entry.get("exp_avg_sq")
         if isinstance(mean, Tensor) and isinstance(square, Tensor) and mean.shape == square.shape:
             mean, square = local_of(mean), local_of(square)
-            count, zeros = mean.count_nonzero(), square.numel() - square.count_nonzero()
-            if 2 * zeros > count:
+            zeros = square.numel() - square.count_nonzero()
+            # Where a square is not zero its mean is not: with fewer zeros these are not most of them.
+            if 3 * zeros > square.numel() and 2 * zeros > (count := mean.count_nonzero()):
                 lost = (square == 0).logical_and_(mean).count_nonzero()
                 if 2 * lost > count:
                     yield p, f"{lost} of {count} second moments are zero where first moments are not"

@@ -22,7 +22,8 @@ from halfstep.errors import CheckpointError, ConfigError, UnsupportedError
 from halfstep.kernels.cpu.run import GRADS, WorkItems, kernels, run_ranges
 from halfstep.kernels.cuda import launch as gpus_
 from halfstep.names import fqn, named_parameters
-from halfstep.optim import checkpoints, cuda
+from halfstep.optim import checkpoints
+from halfstep.optim.backends import triton as cuda
 from halfstep.optim.loading import HooksOfHolder, MasterHolder
 from halfstep.policy.levels import LOW_DTYPES as LOW
 from halfstep.torch_private import foreach_add_, foreach_copy_, foreach_norm

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from halfstep.errors import warn
-from halfstep.gradients.stats import GradStats, check_clip, combine
+from halfstep.gradients.decision import check_clip
+from halfstep.gradients.stats import AnyStats, GradStats, as_tensors, combine
 
 if TYPE_CHECKING:
     from halfstep.optim.base import OnePassOptimizer
@@ -41,7 +42,7 @@ class GradientRelease:
         self._watched = WeakTensorKeyDictionary()
         """The parameters that have the hook."""
         self._holding = False
-        self._seen: list[GradStats] = []
+        self._seen: list[AnyStats] = []
         self._inv_scale: float | Tensor | None = None
         self.clip_norm: float | None = None
         self._last_norm: Tensor | None = None
@@ -112,10 +113,10 @@ class GradientRelease:
             self._seen.append(stats)
             p.grad = None
 
-    def stats(self, rest: GradStats | None) -> GradStats | None:
+    def stats(self, rest: AnyStats | None) -> GradStats | None:
         """Return the stats since the last step combined with `rest`; None where there are none."""
         parts = [*self._seen, *([rest] if rest is not None else [])]
-        return combine(parts) if parts else None
+        return as_tensors(combine(parts)) if parts else None
 
     def forget(self) -> None:
         """Forget the stats since the last step: a backward pass broke off, and no step ends it."""

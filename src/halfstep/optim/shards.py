@@ -12,17 +12,18 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from halfstep.distributed import local_of, sums_over
 from halfstep.distributed.reduce import groups_of_shards
 from halfstep.errors import CheckpointError, UnsupportedError
-from halfstep.gradients import cpu as cpus_
-from halfstep.gradients.stats import HostStats
+from halfstep.gradients.stats import GradStats, HostStats
 from halfstep.kernels import codes as L
 from halfstep.optim import arguments, split, storage
 from halfstep.torch_private import place_of_shard
+from halfstep.trees import as_float32
 
 PLAIN = frozenset({Tensor, nn.Parameter})
 """Of tensors whose memory is their own; asking for the type is faster than for parts."""
@@ -74,14 +75,21 @@ def sets_of(params: Sequence[Tensor]) -> list[tuple[Any, ...]]:
 def combine_stats(
     sums: Sequence[tuple[Any, float, float]], params: Sequence[Tensor], inv_scale: float
 ) -> HostStats:
-    """Return the answer over all ranks, from this rank's sums and peaks of each set of process groups."""
-    if not any_shard(params):
-        return cpus_.combine([(squares, peak) for _, squares, peak in sums], inv_scale)
-    local_sums = [
-        (group_set, [values for groups, *values in sums if groups == group_set])
-        for group_set in sets_of(params)
-    ]
-    return cpus_.combine([_reduce_over(*pair) for pair in local_sums], inv_scale)
+    """Return the answer over all ranks, from this rank's sums of squares and peaks of each set of groups.
+
+    NaN wins over inf.
+    """
+    totals = [(squares, peak) for _, squares, peak in sums]
+    if any_shard(params):
+        totals = [
+            _reduce_over(group_set, [values for groups, *values in sums if groups == group_set])
+            for group_set in sets_of(params)
+        ]
+    total, largest = totals[0] if totals else (0.0, 0.0)
+    for squares, peak in totals[1:]:
+        total, largest = total + squares, float(np.maximum(largest, peak))
+    norm, amax = as_float32(total**0.5 * inv_scale), as_float32(largest * inv_scale)
+    return GradStats(math.isfinite(largest), norm, amax)
 
 
 def _reduce_over(groups: tuple[Any, ...], local_sums: Sequence[Sequence[float]]) -> tuple[float, float]:
@@ -113,6 +121,9 @@ def show(local_state: Mapping[str, Any], entry: dict[str, Any], p: Tensor) -> No
     """Make an entry of the state what `local_state`, of this rank's tensors, says."""
     for key in entry.keys() - local_state.keys():
         del entry[key]
+    if type(p) in PLAIN or local_of(p) is p:
+        entry.update(local_state)
+        return
     for key, value in local_state.items():
         old_value = entry.get(key)
         if (
@@ -147,6 +158,8 @@ def as_dtensor(key: str, value: Any, p: Tensor) -> Any:
 
 def local_part(key: str, value: Any, p: Tensor) -> Any:
     """This rank's part of a state: of a DTensor placed in any way, or of a whole tensor."""
+    if type(p) in PLAIN and type(value) in PLAIN:
+        return value
     if local_of(p) is p:
         return local_of(value) if isinstance(value, Tensor) else value
     if key == "weight":

@@ -291,7 +291,7 @@ def unscale_gradients(state: StepState, stepper: Stepper, index: int, device: to
     found_inf, amax = False, None
     if stepper.releases or stepper.gradients():
         inv_scale = scale.inverse(device)
-        amax = stepper.measure(inv_scale, True).amax if scale.needs_amax else None
+        amax = stepper.measure(stepper.collect(), inv_scale, True).amax if scale.needs_amax else None
         found_inf = stepper.unscale(inv_scale)
         found_inf = bool(found_inf) if device.type == "cpu" else found_inf
     losses = [

@@ -27,7 +27,8 @@ from halfstep.distributed import all_ranks, world_size
 from halfstep.distributed.reduce import largest_of_ranks
 from halfstep.errors import ConfigError, UnsupportedError, show, warn
 from halfstep.formats import dtype_name
-from halfstep.gradients.stats import AnyStats, check_clip
+from halfstep.gradients.decision import Decision, check_clip, decide
+from halfstep.gradients.stats import AnyStats
 from halfstep.numerics.replayable import Replayable
 from halfstep.numerics.uncast import casts_weights, no_region, ran_wide, weights_fault
 from halfstep.optim.release import PARTLY
@@ -359,7 +360,8 @@ class Session(Setup):
         self._steppers[index].round_sums()
         gradient_scale = self.state.gradient_scales[index] or NoLossScale()
         inv_scale = None if isinstance(gradient_scale, NoLossScale) else gradient_scale.inverse(self.device)
-        return self._steppers[index].measure(inv_scale, False)
+        stepper = self._steppers[index]
+        return stepper.measure(stepper.collect(), inv_scale, False)
 
     @never_compiled
     def step(
@@ -464,25 +466,27 @@ class Session(Setup):
         clip_norm: float | None,
         clears: bool,
     ) -> tuple[AnyStats, Flag, list[Loss], Update]:
-        """Look at the gradients and update or skip.
+        """Measure, decide, apply; in one pass where nothing depends on what is measured.
 
         Gives what was measured, whether it is inf, by loss too, and what the update left.
         """
-        stepper, skips, wants_max = self._steppers[index], self.skip_nonfinite, self.state.needs_amax
-        update = Update(False, False)
-        if skips:
-            measured = stepper.measure(inv_scale, wants_max)
+        stepper, skips = self._steppers[index], self.skip_nonfinite
+        groups, limits = stepper.collect(), stepper.limits(clip_norm)
+        fused = stepper.fuses and not skips and not any(limits)
+        if fused:
+            measured = stepper.update_and_measure(groups, Decision(inv_scale))
         else:
-            measured, update = stepper.measure_and_update(inv_scale, wants_max, clip_norm)
+            measured = stepper.measure(groups, inv_scale, self.state.needs_amax)
         over_ranks = partial(all_ranks, group=self._ranks.group) if skips and world_size() > 1 else None
         losses, found_inf = merge_found_inf(
             losses, self._steppers, index, measured, lambda: self.device, over_ranks,
             lambda amax: largest_of_ranks(amax, self._ranks.group),
         )  # fmt: skip
-        if skips:
-            update = stepper.update(inv_scale, measured, clip_norm, found_inf, clears)
-        else:
-            update = update._replace(found_inf=found_inf)
+        update = Update(False, found_inf)
+        if not fused:
+            decision = decide(measured.norm, limits, inv_scale, found_inf if skips else False)
+            update = stepper.update(groups, decision, clears)
+            update = update if skips else update._replace(found_inf=found_inf)
         if update.norm is not None:
             measured = measured._replace(norm=update.norm)
         return measured, found_inf, losses, update

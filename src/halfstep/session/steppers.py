@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,15 +16,16 @@ from torch import Tensor, nn
 from halfstep.distributed import is_ordered, local_of, norms_of_stages, whole_norms
 from halfstep.distributed.reduce import groups_of_shards
 from halfstep.errors import ScalerStateError, UnsupportedError
+from halfstep.gradients.decision import Clip, Decision, clip_coefficient
 from halfstep.gradients.stats import (
     AnyStats,
-    Clip,
-    clip_coefficient,
     measure_shards,
     measure_whole,
     on_host_if_cpu,
 )
 from halfstep.gradients.unscale import unscale_
+from halfstep.optim.arguments import limits_of
+from halfstep.optim.bundles import TensorGroup
 from halfstep.optim.loading import MasterHolder
 from halfstep.optim.masters import Master, MasterWeights, weight_of
 from halfstep.policy.levels import LOW_DTYPES
@@ -59,6 +60,8 @@ class Stepper:
 
     releases = False
     """Whether gradients are applied during backward."""
+    fuses = False
+    """Whether `update_and_measure` exists: one pass, for a decision that depends on no stats."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, norm_group: Any = None) -> None:
         self.optimizer: Any = optimizer
@@ -88,31 +91,29 @@ class Stepper:
                 w.grad_dtype = None
                 w.grad = total.to(w.dtype)
 
-    def measure(self, inv_scale: Tensor | None, needs_amax: bool) -> AnyStats:
+    def collect(self) -> list[TensorGroup]:
+        """Return the tensors of a step where its passes share them; else none."""
+        return []
+
+    def limits(self, clip_norm: float | None) -> list[float | None]:
+        """Return what the gradients of each parameter group are clipped to."""
+        return [clip_norm] * len(self.optimizer.param_groups)
+
+    def measure(self, groups: list[TensorGroup], inv_scale: Tensor | None, needs_amax: bool) -> AnyStats:
         """Return finite flag, norm and largest magnitude of gradients times `inv_scale`; change nothing."""
         raise NotImplementedError
 
-    def update(
-        self,
-        inv_scale: Tensor | None,
-        measured: AnyStats,
-        clip_norm: float | None,
-        found_inf: bool | Tensor,
-        clears: bool = True,
-    ) -> Update:
-        """Unscale, clip and update, or skip where `found_inf` is set.
+    def update(self, groups: list[TensorGroup], decision: Decision, clears: bool) -> Update:
+        """Unscale, clip and update, or skip, as decided.
 
         `clears`: the gradients are dropped afterwards, so that nobody asks whether they lie unscaled.
         Where they stay, they lie clipped as well after a step that was taken.
         """
         raise NotImplementedError
 
-    def measure_and_update(
-        self, inv_scale: Tensor | None, needs_amax: bool, clip_norm: float | None
-    ) -> tuple[AnyStats, Update]:
-        """Do `measure` and `update` in one, for a step that is taken whatever the gradients are."""
-        measured = self.measure(inv_scale, needs_amax)
-        return measured, self.update(inv_scale, measured, clip_norm, False)
+    def update_and_measure(self, groups: list[TensorGroup], decision: Decision) -> AnyStats:
+        """Do `measure` and `update` in one pass, for a step that is taken and not clipped."""
+        raise NotImplementedError
 
     def unscale(self, inv_scale: Tensor) -> Tensor:
         """Multiply the gradients by `inv_scale` where they lie, in fp32; a 0-d flag: one was not finite."""
@@ -135,12 +136,18 @@ class Stepper:
         return on_host_if_cpu(stats)
 
 
+def _of_all_groups(decision: Decision) -> tuple[Tensor | None, Clip | None, bool | Tensor]:
+    """Return inverse scale, clip and skip of a decision that is the same for all groups."""
+    return cast(Any, (decision.inv_scale, decision.clips[0], decision.skip))
+
+
 class OnePassStepper(Stepper):
     """An optimizer of `halfstep.optim`: unscale, clip, skip and update happen in its own single pass."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, norm_group: Any = None) -> None:
         super().__init__(optimizer, norm_group)
         self.releases = self.optimizer.release is not None
+        self.fuses = norm_group is None and not self.releases
 
     def during_backward(
         self, named: bool, more: bool, inv_scale: Tensor | None
@@ -162,45 +169,39 @@ class OnePassStepper(Stepper):
         release.configure(inv_scale, release.clip_norm)
         return nullcontext()
 
-    def measure(self, inv_scale: Tensor | None, needs_amax: bool) -> AnyStats:
+    def collect(self) -> list[TensorGroup]:
+        """Return what has a gradient, put together by how it is stored."""
+        return self.optimizer._tensor_groups()
+
+    def limits(self, clip_norm: float | None) -> list[float | None]:
+        """Return `clip_norm`, or what the groups say; released gradients are clipped to it from now on."""
+        if self.releases:
+            self.optimizer.release.clip_norm = clip_norm
+        return limits_of(self.optimizer.param_groups, clip_norm)
+
+    def measure(self, groups: list[TensorGroup], inv_scale: Tensor | None, needs_amax: bool) -> AnyStats:
         """Measure by one pass of the optimizer's kernels over the gradients."""
         if self.norm_group is not None:
             return self._of_all_stages(inv_scale)
-        stats = self.optimizer.measure_on_host(inv_scale)
-        if stats is not None:
-            return stats
-        return on_host_if_cpu(self.optimizer.measure(inv_scale=inv_scale))
+        return on_host_if_cpu(self.optimizer._stats_of(groups, inv_scale))
 
-    def update(
-        self,
-        inv_scale: Tensor | None,
-        measured: AnyStats,
-        clip_norm: float | None,
-        found_inf: bool | Tensor,
-        clears: bool = True,
-    ) -> Update:
+    def update(self, groups: list[TensorGroup], decision: Decision, clears: bool) -> Update:
         """Update by one pass of the optimizer's kernels over weights, gradients and states."""
-        if self.releases:
-            self.optimizer.release.clip_norm = clip_norm
-        clip = None if clip_norm is None else Clip(measured.norm, clip_norm)
-        self.optimizer.step(inv_scale=inv_scale, clip_coef=clip, found_inf=found_inf)
-        return Update(False, found_inf)
+        self.optimizer.step(decision=decision, groups=groups)
+        return Update(False, decision.skip)
+
+    def update_and_measure(self, groups: list[TensorGroup], decision: Decision) -> AnyStats:
+        """Measure and update in one pass over gradients, weights and states."""
+        stats = self.optimizer.step(decision=decision, groups=groups, measures=True)
+        if stats is None:  # a wrapper around the optimizer's step kept them
+            stats = self.optimizer._stats_of(groups, decision.inv_scale)
+        return on_host_if_cpu(stats)
 
     def clear(self) -> None:
         """Drop the gradients, and the stats of those that were released."""
         super().clear()
         if self.releases:
             self.optimizer.release.forget()
-
-    def measure_and_update(
-        self, inv_scale: Tensor | None, needs_amax: bool, clip_norm: float | None
-    ) -> tuple[AnyStats, Update]:
-        """Measure and update in one pass over gradients, weights and states, where nothing clips."""
-        if self.norm_group is not None or self.releases:
-            return super().measure_and_update(inv_scale, needs_amax, clip_norm)
-        stats: list[AnyStats] = []
-        self.optimizer.step(inv_scale=inv_scale, found_inf=False, look=stats, clip_norm=clip_norm)
-        return on_host_if_cpu(stats[0]), Update(False, False)
 
     def unscale(self, inv_scale: Tensor) -> Tensor:
         """Multiply the gradients by `inv_scale` where they lie, in fp32; a 0-d flag: one was not finite."""
@@ -238,7 +239,7 @@ class TorchStepper(Stepper):
         """Whether there is anything to step on; a master's own gradient would be widened by the look."""
         return any(w.grad is not None for w in weights_of(self.optimizer))
 
-    def measure(self, inv_scale: Tensor | None, needs_amax: bool) -> AnyStats:
+    def measure(self, groups: list[TensorGroup], inv_scale: Tensor | None, needs_amax: bool) -> AnyStats:
         """Read the gradients once, twice where the largest magnitude is asked for."""
         if self._needs_closure:
             raise UnsupportedError(
@@ -252,28 +253,22 @@ class TorchStepper(Stepper):
         grads = [w.grad for w in weights_of(self.optimizer) if w.grad is not None]
         return on_host_if_cpu(measure_whole(grads, inv_scale, needs_amax=needs_amax))
 
-    def update(
-        self,
-        inv_scale: Tensor | None,
-        measured: AnyStats,
-        clip_norm: float | None,
-        found_inf: bool | Tensor,
-        clears: bool = True,
-    ) -> Update:
+    def update(self, groups: list[TensorGroup], decision: Decision, clears: bool) -> Update:
         """Unscale and clip in place, then the optimizer's own step; both within it where it takes a flag."""
         if clears and self._masters is not None and self._can_part(self._masters):
-            return self._update_in_parts(self._masters, inv_scale, measured.norm, clip_norm, found_inf)
-        if isinstance(found_inf, Tensor) and self._skips_on_device():
+            return self._update_in_parts(self._masters, decision)
+        inv_scale, clip, skip = _of_all_groups(decision)
+        if isinstance(skip, Tensor) and self._skips_on_device():
             if not clears and inv_scale is not None:  # those that stay carry no scale, skipped or not
                 unscale_(self.gradients(), inv_scale)
                 inv_scale = None
-            self._step_with_flag(inv_scale, measured.norm, clip_norm, found_inf)
-            return Update(True, found_inf)
-        if found_inf:
+            self._step_with_flag(inv_scale, clip, skip)
+            return Update(True, skip)
+        if skip:
             return Update(False, True)
         if inv_scale is not None:
             unscale_(self.gradients(), inv_scale)
-        norm = None if clip_norm is None else self._clip(measured.norm, clip_norm, self.gradients())
+        norm = self._clip(clip, self.gradients())
         self.optimizer.step()
         return Update(True, False, norm)
 
@@ -283,40 +278,28 @@ class TorchStepper(Stepper):
         So it is where the step is torch's own and all gradients are dense and of whole parameters.
         """
         o = self.optimizer
+        if self.norm_group is not None or not masters.link.is_large() or not goes_by_groups(o):
+            return False
         hooks = (hook for held in step_hooks(o) for hook in held.values())
-        plain = all(
+        return all(hook.__module__.startswith("halfstep.") for hook in hooks) and all(
             (g := w.grad) is None or (local_of(g) is g and not g.is_sparse and g.dtype.itemsize <= 4)
             for w in weights_of(o)
         )
-        return (
-            plain
-            and self.norm_group is None
-            and masters.link.is_large()
-            and goes_by_groups(o)
-            and all(hook.__module__.startswith("halfstep.") for hook in hooks)
-        )
 
-    def _update_in_parts(
-        self,
-        masters: MasterWeights,
-        inv_scale: Tensor | None,
-        norm: float | Tensor,
-        clip_norm: float | None,
-        found_inf: bool | Tensor,
-    ) -> Update:
+    def _update_in_parts(self, masters: MasterWeights, decision: Decision) -> Update:
         """Do `update` with gradients widened, unscaled and clipped a bounded number at a time."""
+        inv_scale, clip, skip = _of_all_groups(decision)
 
         def change(grads: list[Tensor]) -> None:
             if inv_scale is not None:
                 unscale_(grads, inv_scale)
-            if clip_norm is not None:
-                self._clip(norm, clip_norm, grads)
+            self._clip(clip, grads)
 
-        if isinstance(found_inf, Tensor) and self._skips_on_device():
+        if isinstance(skip, Tensor) and self._skips_on_device():
             with masters.link.in_parts(lambda grads: None):
-                self._step_with_flag(inv_scale, norm, clip_norm, found_inf)
-            return Update(True, found_inf)
-        if found_inf:
+                self._step_with_flag(inv_scale, clip, skip)
+            return Update(True, skip)
+        if skip:
             return Update(False, True)
         wide = [p.grad for p in parameters_of(self.optimizer) if type(p) is not Master and p.grad is not None]
         if wide:
@@ -342,14 +325,12 @@ class TorchStepper(Stepper):
                     return False
         return all(group.get("fused") for group in self.optimizer.param_groups)
 
-    def _step_with_flag(
-        self, inv_scale: Tensor | None, norm: float | Tensor, clip_norm: float | None, found_inf: Tensor
-    ) -> None:
+    def _step_with_flag(self, inv_scale: Tensor | None, clip: Clip | None, found_inf: Tensor) -> None:
         """Step by torch's fused pass, which divides by the scale, clips and skips by attributes it reads."""
         values: dict[str, Tensor] = {"found_inf": found_inf.float()}
         factor = inv_scale
-        if clip_norm is not None:
-            coefficient = scalar_on(clip_coefficient(norm, clip_norm), torch.float32, found_inf.device)
+        if clip is not None:
+            coefficient = scalar_on(clip_coefficient(*clip), torch.float32, found_inf.device)
             factor = coefficient if inv_scale is None else move_to(inv_scale, found_inf.device) * coefficient
         if factor is not None:
             values["grad_scale"] = factor.reciprocal()
@@ -357,8 +338,11 @@ class TorchStepper(Stepper):
             vars(self.optimizer).update(values)
             self.optimizer.step()
 
-    def _clip(self, norm: float | Tensor, clip_norm: float, gradients: list[Tensor]) -> Tensor | None:
-        """Clip gradients to a norm of `clip_norm`; returns their norm where it is not the one measured."""
+    def _clip(self, clip: Clip | None, gradients: list[Tensor]) -> Tensor | None:
+        """Clip gradients to a norm, if any; returns their own where it is not the one measured."""
+        if clip is None:
+            return None
+        norm, clip_norm = clip
         placed = any(local_of(g) is not g for g in gradients)
         sparse = any(g.is_sparse for g in gradients)
         whole = not placed and not sparse and self.norm_group is None

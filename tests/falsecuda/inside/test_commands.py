@@ -12,6 +12,7 @@ from halfstep import Plan, cli
 from halfstep.cli import train
 from halfstep.recipes import RECIPES, registry
 from halfstep.recipes.measure import memory_peak
+from halfstep.tuning import op_times
 
 
 @pytest.fixture(autouse=True)
@@ -54,6 +55,11 @@ def test_tune_measures_and_writes_its_plan(seconds: str, capsys: pytest.CaptureF
     assert cli.main(asked) == 0
     assert "chosen: " in capsys.readouterr().out
     assert Plan.read(out).settings is not None
+
+
+def test_a_step_is_profiled_by_what_this_torch_can_watch():
+    watched = op_times._activities([torch.nn.Linear(2, 2, device="cuda")])
+    assert watched == list(torch.profiler.supported_activities())  # of others it warns at every op, in 30 ms
 
 
 @pytest.mark.exhaustive

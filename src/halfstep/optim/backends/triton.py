@@ -1,9 +1,10 @@
-"""Run the GPU kernels: address tables that stay on the device, one launch a variant for all parameters.
+"""The backend of CUDA: Triton's kernels over address tables, one launch a variant for all parameters.
 
-Tables are rebuilt when addresses change, by an asynchronous copy from pinned memory, and kept while they
-stay. Nothing is read back. A step may be captured in a CUDA graph once it has run outside of one: the graph
-then owns the tables it was captured with, its own copy of what changed is part of it, and numbers given as
-Python floats (learning rate, scale) are fixed in it, while device tensors are read at each replay.
+Tables stay on the device. They are rebuilt when addresses change, by an asynchronous copy from pinned
+memory, and kept while they stay. Nothing is read back. A step may be captured in a CUDA
+graph once it has run outside of one: the graph then owns the tables it was captured with, its own copy of
+what changed is part of it, and numbers given as Python floats (learning rate, scale) are fixed in it, while
+device tensors are read at each replay.
 """
 
 from __future__ import annotations
@@ -20,13 +21,15 @@ from typing_extensions import TypeIs
 
 from halfstep.devices.transfer import capturing
 from halfstep.errors import UnsupportedError
-from halfstep.gradients.stats import Clip, GradStats, KernelStats, clip_coefficient
+from halfstep.gradients.decision import Clip, Decision, Scalar, clip_coefficient
+from halfstep.gradients.stats import AnyStats, GradStats, KernelStats, measure
 from halfstep.kernels import codes as L
 from halfstep.kernels.cpu.run import GRADS
 from halfstep.kernels.cuda import launch as cuda
 from halfstep.kernels.cuda.launch import kernels
 from halfstep.optim import storage
 from halfstep.optim.arguments import check_betas
+from halfstep.optim.backends.backend import Backend, RangeErrors
 from halfstep.optim.bundles import (
     EXPONENTS,
     EXTRA,
@@ -274,6 +277,31 @@ class Plans:
         stats = KernelStats(flags[0], norm_and_amax[0], norm_and_amax[1])
         stats.found_inf = flags[1]
         return stats
+
+
+class Triton(Backend):
+    """Two launches measure the gradients of a device, two for each parameter group update it."""
+
+    on_host = False
+
+    def __init__(self, errors: RangeErrors) -> None:
+        self._errors, self.plans = errors, Plans()
+
+    def measure(self, groups: Sequence[TensorGroup], inv_scale: Scalar, params: Sequence[Tensor]) -> AnyStats:
+        """Return the stats as 0-d tensors of the device."""
+        grads = [grad for group in groups for grad in group.grads]
+        return self.plans.measure(grads, inv_scale) if grads else measure([])
+
+    def update(self, groups: Sequence[TensorGroup], decision: Decision, seed: int, measures: bool) -> bool:
+        """Update all groups of a parameter group on a device in one launch for each way they are stored."""
+        joined: dict[tuple[int, torch.device], list[TensorGroup]] = {}
+        for group in groups:
+            joined.setdefault((group.number, group.device), []).append(group)
+        for (number, device), those in joined.items():
+            bounded = any(group.kind == L.FP16_EXACT for group in those)
+            flag = self._errors.flag(device) if bounded else None
+            self.plans.update(those, decision.factors(number), decision.skip, flag, seed)
+        return False
 
 
 def _hyper_of(group: Group, device: torch.device) -> tuple[tuple[float, ...], Tensor | None]:
