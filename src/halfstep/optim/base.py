@@ -196,7 +196,7 @@ class OnePassOptimizer(MasterHolder, torch.optim.Optimizer):
             (self._backends.of(self.backend, at), [group for group in groups if group.device == at])
             for at in devices
         ]
-        if shards.any_shard(params) and not all(backend.fuses for backend, _ in parts):
+        if not all(backend.fuses for backend, _ in parts) and shards.any_shard(params):
             return measure_shards([p.grad for p in params], inv_scale, shards.sets_of(params))
         stats = combine([backend.measure(those, inv_scale, params) for backend, those in parts])
         if self.release is None:

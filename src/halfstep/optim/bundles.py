@@ -110,7 +110,7 @@ class TensorGroup:
         state_entries: list[Group] | None = None
         self.complete, self.work = state is not None, None
         if not makes:
-            if self._try_collect([state.get(p, {}) for p in self.params]):
+            if self._try_collect(list(map(state.get, self.params, repeat({})))):
                 return self
             self.complete = False
         elif state is not None:
