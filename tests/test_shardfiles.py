@@ -1,9 +1,7 @@
 """Pieces of tensors in files: any box is read from any cut, and no file without a part of it is opened."""
 
-import hashlib
 import random
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
 import pytest
@@ -124,18 +122,3 @@ def test_an_index_of_other_files_is_refused(tmp_path):
     found = Index(tmp_path, names(1), [(dtype, (4, 2), same, boxes)])
     with closing(found), pytest.raises(CheckpointError, match="4 of the 8 elements of 'a'"):
         found.read("a")
-
-
-@pytest.mark.parametrize("background", [False, True])
-def test_a_checksum_is_that_of_the_whole_file(tmp_path, monkeypatch, background):
-    monkeypatch.setattr(shardfiles, "AT_ONCE", 256)
-    file, found = tmp_path / "rank-00000.safetensors", []
-    whole = torch.randn(100, 7)
-
-    def sums():
-        found.extend((shardfiles.write(file, {"a": Piece.of(whole)}, {"own": 0}), shardfiles.checksum(file)))
-
-    with ThreadPoolExecutor(1) as pool:
-        pool.submit(sums).result() if background else sums()
-    real = hashlib.sha256(file.read_bytes()).hexdigest()
-    assert found == [(real, file.stat().st_size), real]

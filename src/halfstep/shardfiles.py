@@ -16,10 +16,8 @@ import os
 import re
 import stat
 import struct
-import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from io import BufferedReader
@@ -170,36 +168,15 @@ def write(path: Path, pieces: Mapping[str, Piece], about: Mapping[str, Any]) -> 
         at += size
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
+    digest, count = hashlib.sha256(), 0
     values = (_bytes(part) for piece in pieces.values() for _, part in piece.parts())
-
-    def written() -> Iterator[Any]:
-        for part in itertools.chain((struct.pack("<Q", len(text)), text), values):
-            yield part
-            file.write(part)
-
     with open(path, "wb") as file:
-        digest = _digest_of(written())
+        for chunk in itertools.chain((struct.pack("<Q", len(text)), text), values):
+            digest.update(chunk)
+            count += file.write(chunk)
         file.flush()
         os.fsync(file.fileno())
-        return digest, file.tell()
-
-
-def _digest_of(parts: Iterable[Any]) -> str:
-    """SHA-256 (hex) of parts, each hashed in a thread while the iterable goes on to the next one.
-
-    In a thread that writes in the background it is done there: an interpreter that ends starts no other.
-    """
-    digest, pending = hashlib.sha256(), None
-    if threading.current_thread() is not threading.main_thread():
-        for part in parts:
-            digest.update(part)
-        return digest.hexdigest()
-    with ThreadPoolExecutor(1, "halfstep hashes") as pool:
-        for part in parts:
-            if pending is not None:
-                pending.result()
-            pending = pool.submit(digest.update, part)
-    return digest.hexdigest()
+    return digest.hexdigest(), count
 
 
 def _bytes(value: Tensor) -> Any:
@@ -245,18 +222,9 @@ def checksum(path: Path, size: int | None = None) -> str:
             if size is not None and file_size != size:
                 message = f"{path} is corrupt: it has {file_size:,} bytes, and the manifest says {size:,}"
                 raise CheckpointError(message, damaged=True)
-            return _digest_of(_parts_of(file))
+            return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error}", damaged=True) from error
-
-
-def _parts_of(file: BinaryIO) -> Iterator[memoryview]:
-    """Yield what a file holds, in two buffers in turn."""
-    buffers = [memoryview(bytearray(AT_ONCE)) for _ in range(2)]
-    for buffer in itertools.cycle(buffers):
-        if not (count := cast(Any, file).readinto(buffer)):
-            return
-        yield buffer[:count]
 
 
 def read_header(path: Path) -> tuple[dict[str, StoredPiece], dict[str, Any]]:

@@ -1,5 +1,6 @@
 # Numba infers types: parameters have none, and its intrinsics are called without their first argument.
 # pyright: reportMissingParameterType=false, reportUnknownParameterType=false, reportCallIssue=false
+# pyright: reportUnknownLambdaType=false
 """CPU kernels: optim/algorithms.py once more, as what emits it for a number or a vector of them."""
 
 from __future__ import annotations
@@ -57,42 +58,47 @@ class Value:
         return self._each(emit, other)
 
 
-def moments_change(g, m, v, s):
-    m = m + (g - m) * s[2]
+# The first result emits the new weight when it is called, which may be after the moments of another vector: a
+# processor looks a few hundred operations ahead, and those that wait for a root would fill that up.
+
+
+def moments(g, m, v, s):
     v = v * s[3] + (g * g) * s[4]
-    return s[7] * (m / (v.sqrt() * s[5] + s[6])), m, v
+    root = v.sqrt() * s[5] + s[6]
+    return m + (g - m) * s[2], v, root
 
 
 def adamw(w, g, m, v, s):
-    w = w * s[1]
-    change, m, v = moments_change(g, m, v, s)
-    return w - change, m, v
+    m, v, root = moments(g, m, v, s)
+    return lambda: w() * s[1] - s[7] * (m / root), m, v
 
 
 def adam(w, g, m, v, s):
-    change, m, v = moments_change(g + s[1] * w, m, v, s)
-    return w - change, m, v
+    w = w()
+    m, v, root = moments(g + s[1] * w, m, v, s)
+    return lambda: w - s[7] * (m / root), m, v
 
 
 def lion(w, g, m, v, s):
-    w = w * s[1]
-    change = (m * s[2] + g * s[3]).sign_times(s[6])
-    return w - change, m * s[4] + g * s[5], v
+    return lambda: w() * s[1] - (m * s[2] + g * s[3]).sign_times(s[6]), m * s[4] + g * s[5], v
 
 
 def sgd(w, g, m, v, s):
-    return w - s[4] * (g + s[1] * w), m, v
+    w = w()
+    return lambda: w - s[4] * (g + s[1] * w), m, v
 
 
 def sgd_momentum(w, g, m, v, s):
+    w = w()
     m = m * s[2] + (g + s[1] * w) * s[3]
-    return w - s[4] * m, m, v
+    return lambda: w - s[4] * m, m, v
 
 
 def sgd_nesterov(w, g, m, v, s):
+    w = w()
     g = g + s[1] * w
     m = m * s[2] + g * s[3]
-    return w - s[4] * (g + m * s[5]), m, v
+    return lambda: w - s[4] * (g + m * s[5]), m, v
 
 
 ALGORITHMS = {
@@ -113,8 +119,10 @@ def advance(algorithm: int) -> Any:
     def go(typingctx, w, g, m, v, s):
         def codegen(context, builder, signature, args):
             scalars = [Value(builder, builder.extract_value(args[4], i)) for i in range(8)]
-            new = ALGORITHMS[algorithm](*(Value(builder, x) for x in args[:4]), scalars)
-            return context.make_tuple(builder, signature.return_type, [x.llvm[0] for x in new])
+            w, *others = (Value(builder, x) for x in args[:4])
+            change, m, v = ALGORITHMS[algorithm](lambda: w, *others, scalars)
+            new = [x.llvm[0] for x in (change(), m, v)]
+            return context.make_tuple(builder, signature.return_type, new)
 
         return types.Tuple((w, m, v))(w, g, m, v, s), codegen
 

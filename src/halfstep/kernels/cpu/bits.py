@@ -89,19 +89,26 @@ def at(typingctx, address):
     return types.voidptr(types.int64), codegen
 
 
-@intrinsic
-def prefetch(typingctx, address):
-    """Ask for the cache line at an address; one that does not exist does no harm."""
+def prefetcher(count: int, ahead: int, *widths: int) -> Any:
+    """An intrinsic: ask for the lines of `count` elements from j + `ahead` on; no harm where none are."""
 
-    def codegen(context, builder, signature, args):
-        byte, word = ir.IntType(8).as_pointer(), ir.IntType(32)
-        kind = ir.FunctionType(ir.VoidType(), [byte, word, word, word])
-        name = "llvm.prefetch.p0"
-        call = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
-        read, nearest, data = word(0), word(3), word(1)
-        builder.call(call, [builder.inttoptr(args[0], byte), read, nearest, data])
+    @intrinsic
+    def prefetch(typingctx, w, x, g, m, v, j):
+        def codegen(context, builder, signature, args):
+            byte, word, long = ir.IntType(8).as_pointer(), ir.IntType(32), ir.IntType(64)
+            kind = ir.FunctionType(ir.VoidType(), [byte, word, word, word])
+            name = "llvm.prefetch.p0"
+            call = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
+            read, nearest, data = word(0), word(3), word(1)
+            for address, width in zip(args, widths):
+                first = builder.add(address, builder.mul(long(width), args[5]))
+                for q in range(ahead * width, (ahead + count) * width, 64):
+                    line = builder.inttoptr(builder.add(first, long(q)), byte)
+                    builder.call(call, [line, read, nearest, data])
 
-    return types.void(types.int64), codegen
+        return types.void(*[types.int64] * 6), codegen
+
+    return prefetch
 
 
 def memory(kind: Any, llvm: Any) -> tuple[Any, Any]:
@@ -164,7 +171,7 @@ def compiled(signature: str | None = None, name: str = "", **more: Any) -> Any:
                 raise
             kernel = njit(signature, **options)(function)
             kept = "there is no folder to keep it in, which NUMBA_CACHE_DIR names"
-        if (took := perf_counter() - begun) > PATIENCE:
+        if (took := perf_counter() - begun) > PATIENCE and not kernel.stats.cache_hits:
             print(f"halfstep: compiled a kernel in {took:.0f} s; {kept}", file=sys.stderr, flush=True)
         return kernel
 
@@ -273,13 +280,13 @@ def lacking_fp16(x, h):
 # ---- random bits ----------------------------------------------------------------------------------------
 
 
-WEYL = 0x9E3779B1
+WEYL, MIX = 0x9E3779B1, 0x7FEB352D
 
 
 @compiled()
 def mix(x):
     """Half of a hash: enough for dither where a whole one has made the counter."""
-    x = u32(u32(x ^ u32(x >> u32(16))) * u32(0x7FEB352D))
+    x = u32(u32(x ^ u32(x >> u32(16))) * u32(MIX))
     return u32(x ^ u32(x >> u32(15)))
 
 
@@ -287,7 +294,7 @@ def mix(x):
 def word_of(panel, key):
     """The hashed word of a panel of random bits; an element's are it, exclusive or WEYL times its lane."""
     x = u32(u32(u32(panel) * u32(WEYL)) + key)
-    x = u32(u32(x ^ u32(x >> u32(16))) * u32(0x7FEB352D))
+    x = u32(u32(x ^ u32(x >> u32(16))) * u32(MIX))
     x = u32(u32(x ^ u32(x >> u32(15))) * u32(0x846CA68B))
     return u32(x ^ u32(x >> u32(16)))
 

@@ -38,8 +38,8 @@ from halfstep.kernels.cpu.bits import (
     u32,
     widest_vectors,
 )
-from halfstep.kernels.cpu.streams import widths
-from halfstep.kernels.cpu.update import block_exponents, core, peak, read_grad
+from halfstep.kernels.cpu.streams import GET, GRAD_IN, widths
+from halfstep.kernels.cpu.update import block_exponents, core, peak
 
 FLUSH = 1024  # gradients whose squares are added in fp32 before float64 takes over
 NARROW, WIDE = 0, 1  # how `measurer` adds squares up: in fp32, or all in float64
@@ -100,16 +100,15 @@ def looker(grad: int, how: int) -> Any:
     if (grad, how) == (L.BF16, WIDE):
         return compiled(name="sum_wide_bf16", fastmath={"reassoc", "contract"})(sum_wide_bf16)
     kind = np.float64 if how == WIDE else np.float32
-    wide = how == WIDE
+    wide, get, widened = how == WIDE, GET[4 if grad == L.FP32 else 2], GRAD_IN[grad]
 
     def sum_values(source, n):
         if wide:
             widest_vectors()
-        g16, g32 = carray(at(source), n, np.int16), carray(at(source), n, np.float32)
         total = kind(0)
         top = i32(0)
         for i in range(n):
-            x = read_grad(grad, g16, g32, i)
+            x = widened(get(source, i))
             top = max(top, i32(bits_of(x) & MASK))
             total += kind(x) * kind(x)
         return np.float64(total), top
@@ -132,6 +131,8 @@ def _update_of(algorithm, weight, grad, state, look, first, last, items, table, 
     stride = L.BLOCK if blocks else FLUSH if looks else 1 << 30
 
     def run(algorithm, weight, grad, state, look, first, last, items, table, scalars, found):
+        if blocks:
+            widest_vectors()
         for k in range(first, last):
             p, start, count = items[k, 0], items[k, 1], items[k, 2]
             c = scalars[min(p, len(scalars) - 1)]
@@ -157,7 +158,7 @@ def _update_of(algorithm, weight, grad, state, look, first, last, items, table, 
                     squared, bits = seen(g, n)
                     total += squared
                     top = max(top, bits)
-                bad = i32(bad | update(n, w, x, g, m, v, s, exponents, u32(key), place))
+                bad = i32(bad | update(0, n, w, x, g, m, v, s, exponents, u32(key), place))
                 j += n
             found[0, k], found[1, k], found[2, k] = total, float_of(top), bad
 
@@ -254,10 +255,12 @@ def step_counter() -> Any:
     """Add 1 to each fp32 step count and note what it is then; true where all are alike."""
 
     def count(table, steps):
+        alike = True
         for i in range(len(steps)):
             step = peek_f32(table[5, i], 0) + np.float32(1)
             poke_f32(table[5, i], 0, step)
             steps[i] = step
-        return bool((steps == steps[0]).all())
+            alike = alike and steps[i] == steps[0]
+        return alike
 
     return compiled("boolean(int64[:,::1],float64[::1])", "count_steps")(count)

@@ -1,8 +1,6 @@
 # Numba infers types: parameters have none, and its intrinsics are called without their first argument.
 # pyright: reportMissingParameterType=false, reportUnknownParameterType=false, reportCallIssue=false
-"""How the CPU kernels read and write weights, gradients and states, one element or a pair at a time."""
-
-import numpy as np
+"""How the CPU kernels read and write weights, gradients and states, one element at a time."""
 
 from halfstep.kernels import codes as L
 from halfstep.kernels.cpu.bits import (
@@ -26,15 +24,11 @@ from halfstep.kernels.cpu.bits import (
     mix,
     peek_f32,
     peek_i16,
-    peek_i32,
     peek_u8,
-    peek_u16,
     pick,
     poke_f32,
     poke_i16,
-    poke_i32,
     poke_u8,
-    poke_u16,
     read_signed,
     read_unsigned,
     u32,
@@ -54,49 +48,6 @@ def moments_of(algorithm: int) -> int:
 
 
 @compiled()
-def pair_4(a, i):
-    return peek_f32(a, 2 * i), peek_f32(a, 2 * i + 1)
-
-
-@compiled()
-def pair_2(a, i):
-    both = peek_i32(a, i)
-    return i16(both), i16(i32(both >> i32(16)))
-
-
-@compiled()
-def pair_1(a, i):
-    both = i32(peek_u16(a, i))
-    return i32(both & i32(255)), i32(both >> i32(8))
-
-
-@compiled()
-def pair_0(a, i):
-    return i16(0), i16(0)
-
-
-@compiled()
-def put_pair_4(a, i, x, y):
-    poke_f32(a, 2 * i, x)
-    poke_f32(a, 2 * i + 1, y)
-
-
-@compiled()
-def put_pair_2(a, i, x, y):
-    poke_i32(a, i, i32(i32(i32(x) & i32(0xFFFF)) | i32(i32(y) << i32(16))))
-
-
-@compiled()
-def put_pair_1(a, i, x, y):
-    poke_u16(a, i, np.uint16(i32(i32(x) | i32(i32(y) << i32(8)))))
-
-
-@compiled()
-def put_pair_0(a, i, x, y):
-    pass
-
-
-@compiled()
 def get_1(a, i):
     return i32(peek_u8(a, i))
 
@@ -111,8 +62,6 @@ def put_0(a, i, x):
     pass
 
 
-PAIR = {4: pair_4, 2: pair_2, 1: pair_1, 0: pair_0}
-PUT_PAIR = {4: put_pair_4, 2: put_pair_2, 1: put_pair_1, 0: put_pair_0}
 GET = {4: peek_f32, 2: peek_i16, 1: get_1, 0: get_0}
 PUT = {4: poke_f32, 2: poke_i16, 1: poke_u8, 0: put_0}
 

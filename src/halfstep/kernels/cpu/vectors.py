@@ -1,6 +1,6 @@
 # Numba infers types: parameters have none, and its intrinsics are called without their first argument.
 # pyright: reportMissingParameterType=false, reportUnknownParameterType=false, reportCallIssue=false
-"""CPU kernels: 64 elements in explicit vectors, for exact bf16 weights whose states take 16 or 8 bits.
+"""CPU kernels: 64 elements in explicit vectors, for bf16 weights without masters, states of 16 or 8 bits.
 
 What the compiler makes of single elements unpacks and packs every value by itself; here 16-bit values are
 joined, split and coded 32 to a vector, and only arithmetic is done 16 to a vector. LLVM cuts these vectors
@@ -13,7 +13,7 @@ is written here was a NaN.
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any, cast
+from typing import Any
 
 from llvmlite import ir
 from numba import types
@@ -22,7 +22,7 @@ from numba.extending import intrinsic
 
 from halfstep.kernels import codes as L
 from halfstep.kernels.cpu.algorithms import ALGORITHMS, Value
-from halfstep.kernels.cpu.bits import WEYL
+from halfstep.kernels.cpu.bits import MIX, WEYL
 
 I8, I16, I32, I64 = (ir.IntType(n) for n in (8, 16, 32, 64))
 BYTES, WORDS, INTS = ir.VectorType(I8, 32), ir.VectorType(I16, 32), ir.VectorType(I32, 16)
@@ -37,7 +37,9 @@ SIGN, TOO_LARGE = 0x80000000, 0x7F80
 
 def fits(weight: int, grad: int, state: int) -> bool:
     """Whether `panel` does updates of these formats."""
-    return weight == L.BF16_EXACT and grad != L.FP16 and state != L.STATE_FP32
+    return (
+        weight in (L.BF16_EXACT, L.BF16_NONE, L.BF16_STOCHASTIC) and grad != L.FP16 and state != L.STATE_FP32
+    )
 
 
 class Emitter:
@@ -99,16 +101,16 @@ class Emitter:
 
 
 class Panel:
-    """One panel: addresses of its streams, scalars, old and new exponents of its block, random word."""
+    """One panel: addresses of its streams, scalars, old and new exponents of its block, random bits."""
 
     def __init__(self, builder: Any, kind: tuple[int, ...], args: Sequence[Any]) -> None:
         self.b, self.e = builder, Emitter(builder)
-        self.algorithm, _, self.grad, self.state = kind
+        self.algorithm, self.kept, self.grad, self.state = kind
         self.weight, self.lacking, self.gradient, *self.moments = args[:5]
         scalars = [self.e.splat(FLOATS, builder.extract_value(args[5], i)) for i in range(8)]
         self.scalars = [Value(builder, s, s) for s in scalars]
         self.exponents = [builder.extract_value(args[6], i) for i in range(4)]
-        self.word = args[7]
+        self.word, self.key = args[7:9]
         self.coded = self.state == L.STATE_8BIT
         self.count = 2 if self.algorithm in (L.ADAMW, L.ADAM) else 0 if self.algorithm == L.SGD else 1
         self.zeros = self.e.constant(WORDS, 0)
@@ -145,8 +147,10 @@ class Panel:
         return [self.e.floats(self.e.shuffle(self.zeros, words, order)) for order in UNPACK]
 
     def weights(self, half: int) -> list[Any]:
-        """`join_bf16`."""
+        """`join_bf16`, or bf16."""
         b, e = self.b, self.e
+        if self.kept != L.BF16_EXACT:
+            return self.widened(e.load(WORDS, self.weight, 64 * half))
         high, low = (e.load(WORDS, at, 64 * half) for at in (self.weight, self.lacking))
         zero = b.icmp_unsigned("==", b.and_(high, e.constant(WORDS, 0x7FFF)), self.zeros)
         low = b.select(zero, e.call("smax", low, self.zeros), low)
@@ -178,6 +182,8 @@ class Panel:
         if self.coded and not index:
             least = self.least(0, 1, INTS)
             new = [b.fadd(x, self.with_sign_of(x, least)) for x in new]
+        if self.count == 1:  # noise could carry a NaN into the sign, and Lion's weights stay finite
+            self.sizes.append(b.and_(self.packed(new, 1), e.constant(WORDS, 0x7FFF)))
         new = [b.add(e.ints(x), self.noise(index, half, s)) for s, x in enumerate(new)]
         words = self.packed(new, 1)
         if index:
@@ -193,69 +199,83 @@ class Panel:
         sign = b.and_(b.lshr(words, e.constant(WORDS, 8)), e.constant(WORDS, 0x80))
         return b.trunc(b.or_(b.lshr(code, four), sign), BYTES)
 
+    def rounded(self, half: int, floats: Sequence[Any]) -> Any:
+        """bf16 weights that keep nothing else: `bf16_random` by `mix`, or `bf16_even`."""
+        b, e = self.b, self.e
+        words = []
+        for s, x in enumerate(map(e.ints, floats)):
+            if self.kept == L.BF16_NONE:
+                up = b.and_(b.lshr(x, e.constant(INTS, 16)), e.constant(INTS, 1))
+                up = b.add(up, e.constant(INTS, 0x7FFF))
+            else:
+                lanes = e.constant(INTS, [(32 * half + i) * WEYL for i in LANES[s]])
+                up = b.mul(b.xor(e.splat(INTS, self.word), lanes), e.constant(INTS, WEYL))
+                up = b.add(up, e.splat(INTS, self.key))
+                up = b.mul(b.xor(up, b.lshr(up, e.constant(INTS, 16))), e.constant(INTS, MIX))
+                up = b.and_(b.xor(up, b.lshr(up, e.constant(INTS, 15))), e.constant(INTS, 0xFFFF))
+            words.append(b.add(x, up))
+        return self.packed(words, 1)
+
     def emit(self) -> Any:
         """All of it, or its first half, or nothing, up to a result that is not finite: elements done."""
-        done = cgutils.alloca_once_value(self.b, I64(0))
-        self.emit_half(0, done)
-        return self.b.load(done)
+        self.done = cgutils.alloca_once_value(self.b, I64(0))
+        self.finish(0, [self.begin(half) for half in (0, 1)])
+        return self.b.load(self.done)
 
-    def emit_half(self, half: int, done: Any) -> None:
-        """32 elements, and then the others."""
-        b, e = self.b, self.e
+    def begin(self, half: int) -> tuple[Any, list[Any], list[Any]]:
+        """What emits 32 new weights, their states as they are stored, and what tells if those are finite."""
+        s, b = self.scalars, self.b
+        g = Value(b, *self.gradients(half)) * s[0]
+        old = [Value(b, *self.moment(index, half)) for index in reversed(range(self.count))][::-1]
+        m, v = [*old, None, None][:2]
+        weights, *new = ALGORITHMS[self.algorithm](lambda: Value(b, *self.weights(half)), g, m, v, s)
         self.sizes: list[Any] = []
-        moments = (self.moment(index, half) for index in range(self.count))
-        weights, *new = self.moved(self.gradients(half), self.weights(half), *moments)
-        states = [self.stored(index, half, x) for index, x in enumerate(new)]
-        high, low = (self.packed(weights, h) for h in (1, 0))
+        states = [self.stored(index, half, x.llvm) for index, x in enumerate(new) if x is not None]
+        return weights, states, self.sizes
+
+    def finish(self, half: int, begun: Sequence[tuple[Any, list[Any], list[Any]]]) -> None:
+        """Write 32 elements, and then the others."""
+        b, e = self.b, self.e
+        weights, states, sizes = begun[half]
+        new = weights().llvm
+        high = self.packed(new, 1)
         largest = b.and_(high, e.constant(WORDS, 0x7FFF))
-        for words in self.sizes:
+        for words in sizes:
             largest = e.call("umax", largest, words)
-        large = self.any_of(b.icmp_unsigned(">=", largest, e.constant(WORDS, TOO_LARGE)))
-        for x in new[0] if self.count == 1 else ():
-            large = b.or_(large, self.is_large(x))
-        with b.if_then(b.not_(large), likely=True):
-            e.store(b.sub(high, b.ashr(low, e.constant(WORDS, 15))), self.weight, 64 * half)
-            e.store(low, self.lacking, 64 * half)
+        large = b.icmp_unsigned(">=", largest, e.constant(WORDS, TOO_LARGE))
+        with b.if_then(b.not_(self.any_of(large)), likely=True):
+            if self.kept == L.BF16_EXACT:
+                low = self.packed(new, 0)
+                e.store(low, self.lacking, 64 * half)
+                high = b.sub(high, b.ashr(low, e.constant(WORDS, 15)))
+            else:
+                high = self.rounded(half, new)
+            e.store(high, self.weight, 64 * half)
             for address, x in zip(self.moments, states):
                 e.store(x, address, (32 if self.coded else 64) * half)
-            b.store(I64(32 * half + 32), done)
+            b.store(I64(32 * half + 32), self.done)
             if not half:
-                self.emit_half(1, done)
-
-    def moved(self, *old: Any) -> list[Any]:
-        """New weights and moments of two vectors of gradients, weights and moments."""
-        s = self.scalars
-        g, w, m, v = [*(Value(self.b, *x) for x in old), None, None][:4]
-        return [
-            x.llvm for x in ALGORITHMS[self.algorithm](w, cast(Value, g) * s[0], m, v, s) if x is not None
-        ]
+                self.finish(1, begun)
 
     def any_of(self, flags: Any) -> Any:
         """Whether one of a vector of flags is set."""
         word = self.b.bitcast(flags, ir.IntType(flags.type.count))
         return self.b.icmp_unsigned("!=", word, word.type(0))
 
-    def is_large(self, x: Any) -> Any:
-        """Whether one of a vector of floats is not finite."""
-        bits = self.e.ints(x)
-        return self.any_of(
-            self.b.icmp_unsigned(">=", self.b.add(bits, bits), self.e.constant(INTS, 2 * TOO_LARGE << 16))
-        )
-
 
 @cache
 def panel(algorithm: int, weight: int, grad: int, state: int) -> Callable[..., int]:
-    """Update 64 elements, by the addresses of their five streams, scalars, exponents and random word.
+    """Update 64 elements, by the addresses of their five streams, scalars, exponents, random word and key.
 
     Returns how many were done: up to 32 with a result that is not finite, of which none was written.
     """
     kind = algorithm, weight, grad, state
 
     @intrinsic
-    def go(typingctx, w, x, g, m, v, s, exponents, word):
+    def go(typingctx, w, x, g, m, v, s, exponents, word, key):
         def codegen(context, builder, signature, args):
             return Panel(builder, kind, args).emit()
 
-        return types.int64(w, x, g, m, v, s, exponents, word), codegen
+        return types.int64(w, x, g, m, v, s, exponents, word, key), codegen
 
     return go
