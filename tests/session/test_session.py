@@ -423,3 +423,27 @@ def test_an_evaluation_at_o3_takes_fp32_inputs_in_any_module():
     amp = hs.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), level="O3", dtype="bf16")
     with amp.evaluating():
         assert torch.equal(model(torch.ones(2, 4)).float(), torch.full((2, 3), 2.0))
+
+
+@pytest.mark.parametrize("clip_norm", [None, 0.5])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_step_that_is_wrapped_may_replace_gradients(level, clip_norm):
+    class Halving(hs.optim.SGD):
+        def step(self, *args, **more):
+            for p in self.param_groups[0]["params"]:
+                p.grad = p.grad * 0.5
+            return super().step(*args, **more)
+
+    ends = []
+    for kind, lr in ((Halving, 0.5), (hs.optim.SGD, 0.25)):
+        torch.manual_seed(0)
+        model = nn.Linear(6, 3)
+        optimizer = kind(model.parameters(), lr=lr)
+        amp = hs.prepare(model, optimizer, level=level, dtype="bf16")
+        for _ in range(3):
+            with amp.autocast():
+                loss = model(torch.ones(4, 6)).float().square().mean()
+            amp.backward(loss)
+            amp.step(clip_norm=clip_norm)
+        ends.append(torch.cat([t.flatten() for t in optimizer.masters().values()]))
+    assert torch.equal(*ends)

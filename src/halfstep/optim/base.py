@@ -288,6 +288,8 @@ class OnePassOptimizer(MasterHolder, torch.optim.Optimizer):
             run = _step_outside
         elif any(step_hooks(self)) or global_step_pre_hooks or global_step_post_hooks or profiling():
             run, groups = _hooked_step, None  # hooks may have changed the gradients
+        if groups is not None and not all(map(TensorGroup.is_current, groups)):
+            groups = None  # so may a wrapper around this step
         return run(
             self,
             *(() if closure is None else (closure,)),

@@ -10,7 +10,7 @@ import math
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain, repeat
-from operator import attrgetter, itemgetter
+from operator import attrgetter, is_, itemgetter
 from types import NoneType
 from typing import Any, cast
 
@@ -204,6 +204,11 @@ class TensorGroup:
             formats |= {key + storage.EXPONENTS: (EXPONENTS + i, torch.uint8) for i, key in enumerate(states)}
         formats["step"] = (STEP, torch.float32)
         return formats
+
+    def is_current(self) -> bool:
+        """Return whether the parameters have the gradients still that were collected."""
+        now = list(map(_grads, self.params))
+        return all(map(is_, self.grads, now if self.weights is self.params else _locals(now)))
 
     # ---- for all that run it ----------------------------------------------------------------------------
 
