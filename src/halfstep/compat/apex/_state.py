@@ -211,7 +211,7 @@ class Account:
         return found_inf
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if any(value is not None for value in (*args[1:], *kwargs.values())):
+        if (args[1] if len(args) > 1 else kwargs.get("closure")) is not None:
             raise AmpError("amp does not support closures with optimizers: call step() without one")
         if self.scaled:
             raise AmpError(
