@@ -450,7 +450,8 @@ class Watch:
         if replaying():
             return
         if self._sampling:
-            self._compare(optimizer, kwargs.get("found_inf"))
+            decision = kwargs.get("decision")  # of a session; a GradScaler gives the flag alone
+            self._compare(optimizer, kwargs.get("found_inf") if decision is None else decision.skip)
         if self._session is None:
             self._end(self._scale_of_step, True)
 
