@@ -1,37 +1,14 @@
 """How many of our files a steady call enters: what a reader has to know to follow it."""
 
 import copy
-import sys
-from collections.abc import Callable
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-import halfstep
 from halfstep.optim import SGD, AdamW, Lion
-
-PACKAGE = str(Path(halfstep.__file__).parent)
-
-
-def files_of(call: Callable[[], Any]) -> set[str]:
-    """The files of halfstep that a call enters."""
-    entered: set[str] = set()
-
-    def see(frame: FrameType, event: str, _: Any) -> None:
-        if frame.f_code.co_filename.startswith(PACKAGE):
-            entered.add(frame.f_code.co_filename[len(PACKAGE) + 1 :])
-
-    before = sys.gettrace()
-    sys.settrace(see)
-    try:
-        call()
-    finally:
-        sys.settrace(before)
-    return entered
+from tests.walks import files_of
 
 
 def steady(cls: Any, dtype: torch.dtype) -> Any:

@@ -1,9 +1,6 @@
 """How many of our files a call enters, and how often: what a reader has to know and to follow."""
 
 import copy
-import sys
-from collections.abc import Callable
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -12,49 +9,12 @@ import torch
 from torch import nn
 
 import halfstep as hs
-
-PACKAGE = str(Path(hs.__file__).parent)
-
-
-def files_of(call: Callable[[], Any], counts: Callable[[FrameType, Any], bool]) -> set[str]:
-    """The files of halfstep in which a call returns from a frame that counts."""
-    entered: set[str] = set()
-
-    def see(frame: FrameType, event: str, value: Any) -> None:
-        name = frame.f_code.co_filename
-        if event == "return" and name.startswith(PACKAGE) and counts(frame, value):
-            entered.add(name[len(PACKAGE) + 1 :])
-
-    before = sys.getprofile()
-    sys.setprofile(see)
-    try:
-        call()
-    finally:
-        sys.setprofile(before)
-    return entered
+from tests.walks import files_of, visits_of
 
 
 def made(cls: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 4))
     return model, cls(model.parameters(), lr=1e-3)
-
-
-def visits_of(call: Callable[[], Any]) -> int:
-    """The uninterrupted stays in one file of halfstep that a call is made of."""
-    stays: list[str] = []
-
-    def see(frame: FrameType, event: str, _: Any) -> None:
-        name = frame.f_code.co_filename
-        if event in ("call", "return") and name.startswith(PACKAGE) and stays[-1:] != [name]:
-            stays.append(name)
-
-    before = sys.getprofile()
-    sys.setprofile(see)
-    try:
-        call()
-    finally:
-        sys.setprofile(before)
-    return len(stays)
 
 
 def steady(cls: Any, level: str, dtype: str) -> hs.Session:
@@ -74,7 +34,7 @@ def steady(cls: Any, level: str, dtype: str) -> hs.Session:
 @pytest.mark.parametrize(("level", "dtype"), [("O1", "bf16"), ("O1", "fp16"), ("O2", "bf16"), ("O2", "fp16")])
 def test_a_checked_step_enters_few_files(cls: Any, level: str, dtype: str):
     amp = steady(cls, level, dtype)
-    entered = files_of(lambda: amp.step(clip_norm=1.0), lambda frame, value: True)
+    entered = files_of(lambda: amp.step(clip_norm=1.0))
     assert 1 <= len(entered) <= 23, sorted(entered)
 
 

@@ -215,16 +215,16 @@ class OnePassOptimizer(MasterHolder, torch.optim.Optimizer):
         limits = [] if clip_coef is not None else arguments.limits_of(self.param_groups, clip_norm)
         clips, skips = any(limits), found_inf is None and self._skips()
         skip = False if found_inf is None else found_inf
-        given = Decision(inv_scale, [clip_coef] * len(self.param_groups), skip)
+        decision = Decision(inv_scale, [clip_coef] * len(self.param_groups), skip)
         if skip is True or not (clips or skips):
-            return given
+            return decision
         if not self.state and (skips or clip_norm is None):
             self._check_ranks()
         stats = self._stats_of(groups, inv_scale)
         if found_inf is None:
             self._conclude(on_host_if_cpu(stats), skips)
         skip = found_inf_of(stats) if skips else skip
-        return decide(stats.norm, limits, inv_scale, skip) if clips else given._replace(skip=skip)
+        return decide(stats.norm, limits, inv_scale, skip) if clips else decision._replace(skip=skip)
 
     def _apply(
         self, groups: Sequence[TensorGroup], decision: Decision, measures: bool = False
@@ -239,11 +239,12 @@ class OnePassOptimizer(MasterHolder, torch.optim.Optimizer):
         for group in chain.from_iterable(work.values()):
             if not group.complete:
                 group.collect(self.state)
-        fuses = measures and self.release is None and len(work) == 1 and next(iter(work)).fuses
+        only = next(iter(work)) if len(work) == 1 else None
+        fuses = measures and self.release is None and only is not None and only.fuses
         stats = self._stats_of(groups, decision.inv_scale) if measures and not fuses else None
         flags = [backend.update(those, decision, self.seed, fuses) for backend, those in work.items()]
-        for backend in work if fuses else ():
-            stats = backend.measured(groups, decision.inv_scale, parameters_of(self))
+        if only is not None and fuses:
+            stats = only.measured(groups, decision.inv_scale, parameters_of(self))
         if any(flags):
             raise MasterRangeError(backends.RANGE)
         return stats

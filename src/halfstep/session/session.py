@@ -471,10 +471,11 @@ class Session(Setup):
         Gives what was measured, whether it is inf, by loss too, and what the update left.
         """
         stepper, skips = self._steppers[index], self.skip_nonfinite
-        groups, limits = stepper.collect(), stepper.limits(clip_norm)
+        limits = stepper.limits(clip_norm)
         fused = stepper.fuses and not skips and not any(limits)
+        groups = [] if fused else stepper.collect()
         if fused:
-            measured = stepper.update_and_measure(groups, Decision(inv_scale))
+            measured = stepper.update_and_measure(Decision(inv_scale))
         else:
             measured = stepper.measure(groups, inv_scale, self.state.needs_amax)
         over_ranks = partial(all_ranks, group=self._ranks.group) if skips and world_size() > 1 else None

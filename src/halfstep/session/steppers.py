@@ -111,7 +111,7 @@ class Stepper:
         """
         raise NotImplementedError
 
-    def update_and_measure(self, groups: list[TensorGroup], decision: Decision) -> AnyStats:
+    def update_and_measure(self, decision: Decision) -> AnyStats:
         """Do `measure` and `update` in one pass, for a step that is taken and not clipped."""
         raise NotImplementedError
 
@@ -190,11 +190,11 @@ class OnePassStepper(Stepper):
         self.optimizer.step(decision=decision, groups=groups)
         return Update(False, decision.skip)
 
-    def update_and_measure(self, groups: list[TensorGroup], decision: Decision) -> AnyStats:
+    def update_and_measure(self, decision: Decision) -> AnyStats:
         """Measure and update in one pass over gradients, weights and states."""
-        stats = self.optimizer.step(decision=decision, groups=groups, measures=True)
+        stats = self.optimizer.step(decision=decision, measures=True)
         if stats is None:  # a wrapper around the optimizer's step kept them
-            stats = self.optimizer._stats_of(groups, decision.inv_scale)
+            stats = self.optimizer._stats_of(self.collect(), decision.inv_scale)
         return on_host_if_cpu(stats)
 
     def clear(self) -> None:
