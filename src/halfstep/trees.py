@@ -92,7 +92,7 @@ def dense_values(t: Tensor) -> Tensor:
 
 def home_device(tensors: list[Tensor]) -> torch.device:
     """Return where scalars of these tensors meet: the first accelerator, so that no copy waits."""
-    return next((t.device for t in tensors if t.device.type != "cpu"), tensors[0].device)
+    return next((t.device for t in tensors if not t.is_cpu), tensors[0].device)
 
 
 def accumulate_in_fp32(parameter: Tensor) -> None:
@@ -126,13 +126,15 @@ def compute_device(parameters: Iterable[Tensor]) -> torch.device:
     """
     first = None
     for p in parameters:
+        first = p if first is None else first
+        if p.is_cpu and type(p) is torch.nn.Parameter:  # a step asks this of every parameter
+            continue
         kind = p.device.type
         if type(p) is not torch.nn.Parameter and (mesh := getattr(p, "device_mesh", None)) is not None:
             kind = mesh.device_type
         if kind not in ("cpu", "meta"):
             return p.device if kind == p.device.type else torch.device(kind)
-        first = p.device if first is None else first
-    return torch.device("cpu") if first is None else first
+    return torch.device("cpu") if first is None else first.device
 
 
 def stack_scalars(scalars: Sequence[Tensor], home: torch.device) -> Tensor:

@@ -159,19 +159,21 @@ def measure_whole(
     if home.type != "cpu":
         norms = _norms(tensors, home, torch.float64)
         wide = any(t.dtype == torch.float64 for t in tensors)
-        return _brief(torch.linalg.vector_norm(norms), inv_scale, None if wide else torch.float32)
+        norm = torch.linalg.vector_norm(norms)
+        return _brief(norm, torch.isfinite(norm), inv_scale, None if wide else torch.float32)
     norm = torch.linalg.vector_norm(_norms(tensors, home))
-    return _brief(norm, inv_scale) if bool(torch.isfinite(norm)) else measure(grads, inv_scale)
+    finite = torch.isfinite(norm)
+    return _brief(norm, finite, inv_scale) if finite.item() else measure(grads, inv_scale)
 
 
 def _brief(
-    norm: Tensor, inv_scale: float | Tensor | None, dtype: torch.dtype | None = None
+    norm: Tensor, finite: Tensor, inv_scale: float | Tensor | None, dtype: torch.dtype | None = None
 ) -> GradStats[Tensor, Tensor, None]:
     """Return the stats that follow from a norm alone."""
     if isinstance(inv_scale, Tensor):
         inv_scale = move_to(inv_scale, norm.device)
     unscaled = norm if inv_scale is None else norm * inv_scale
-    return GradStats(torch.isfinite(norm), unscaled.to(dtype or norm.dtype), None)
+    return GradStats(finite, unscaled if dtype is None else unscaled.to(dtype), None)
 
 
 def _sums(tensors: list[Tensor], home: torch.device) -> tuple[Tensor, Tensor]:

@@ -178,7 +178,7 @@ class StepState(NamedTuple):
 
 def sizes_of(optimizer: torch.optim.Optimizer) -> Sizes:
     """Return how many parameters each of its groups has."""
-    return tuple(len(group["params"]) for group in optimizer.param_groups)
+    return tuple([len(group["params"]) for group in optimizer.param_groups])
 
 
 def weights_added_since(optimizer: torch.optim.Optimizer, before: Sizes) -> list[Tensor]:

@@ -237,7 +237,8 @@ class TorchStepper(Stepper):
 
     def has_gradients(self) -> bool:
         """Whether there is anything to step on; a master's own gradient would be widened by the look."""
-        return any(w.grad is not None for w in weights_of(self.optimizer))
+        groups = self.optimizer.param_groups
+        return any(weight_of(p).grad is not None for group in groups for p in group["params"])
 
     def measure(self, groups: list[TensorGroup], inv_scale: Tensor | None, needs_amax: bool) -> AnyStats:
         """Read the gradients once, twice where the largest magnitude is asked for."""
