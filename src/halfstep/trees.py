@@ -127,7 +127,7 @@ def compute_device(parameters: Iterable[Tensor]) -> torch.device:
     first = None
     for p in parameters:
         first = p if first is None else first
-        if p.is_cpu and type(p) is torch.nn.Parameter:  # a step asks this of every parameter
+        if type(p) is torch.nn.Parameter and p.is_cpu:  # what most are, and every region asks
             continue
         kind = p.device.type
         if type(p) is not torch.nn.Parameter and (mesh := getattr(p, "device_mesh", None)) is not None:
