@@ -3,9 +3,9 @@
 # pyright: reportUnknownLambdaType=false
 """What the CPU kernels are made of: values that emit LLVM, memory, loops, 16-bit formats, codes, random bits.
 
-Most of a kernel is Python that runs once, while it is compiled, and emits what it computes: Numba need not
-infer and lower each small function, nor compile it by itself first. Each equals its counterpart in split.py
-or rounding.py.
+A function of values is Python that runs once, while a kernel is compiled, and emits what it computes: so
+Numba need not infer the types of each and compile it by itself. What reads or writes a format equals its
+counterpart in optim/split.py or optim/rounding.py.
 """
 
 from __future__ import annotations
@@ -60,8 +60,9 @@ def _comparison(sign: str) -> Any:
 class Value:
     """Some numbers of LLVM, or vectors of fp32: Python's operators emit its correctly rounded ones.
 
-    Several are worked on in turns: so the processor need not wait for one to begin the next. Integers wrap
-    and have signs, but for bytes; a Python number beside a value has its type.
+    Several are worked on in turns: so the processor need not wait for one to begin the next. Integers wrap;
+    bytes have no sign, others have one where they are compared or shifted by >>, none where by `down`. A
+    Python number beside a value has its type.
     """
 
     def __init__(self, builder: Any, *llvm: Any) -> None:
@@ -98,7 +99,7 @@ class Value:
         return self._each(emit, other)
 
     def to(self, kind: Any) -> Value:
-        """The number in another type: bytes and flags have no sign, and a float is one of an integer's."""
+        """The number in a longer or shorter integer, in a float or back; bytes and flags have no sign."""
         (x,), b = self.llvm, self.b
         if isinstance(x.type, ir.IntType) and isinstance(kind, ir.IntType):
             longer = b.zext if x.type.width <= 8 else b.sext
@@ -258,7 +259,7 @@ def prefetcher(count: int, ahead: int, *widths: int) -> Any:
 
 
 OPTIONS = {"nogil": True, "error_model": "numpy"}
-INNER = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True, **OPTIONS}
+INNER: Any = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True, **OPTIONS}
 """Of what only kernels call: what Python and C would call it by takes time to compile."""
 PATIENCE = 2.0
 """Seconds of compiling without a word: who waits longer is told what for."""

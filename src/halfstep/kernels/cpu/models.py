@@ -58,9 +58,17 @@ SOURCES = tuple(Path(str(module.__file__)).stat().st_mtime_ns for module in MODU
 i32 = np.int32
 fewer, more = emitted()(least), emitted()(most)
 number_of = emitted(types.float32)(float_of)
-double_of = emitted(types.float64)(lambda x: x.as_bits_of(F64))
-at = emitted(types.voidptr)(lambda x: Value(x.b, x.b.inttoptr(x.llvm[0], I8.as_pointer())))
 exponents = emitted(types.UniTuple(types.int32, 4), literals=4)(exponents_of)
+
+
+@emitted(types.float64)
+def double_of(x):
+    return x.as_bits_of(F64)
+
+
+@emitted(types.voidptr)
+def at(address):
+    return Value(address.b, address.b.inttoptr(address.llvm[0], I8.as_pointer()))
 
 
 @compiled(fastmath={"reassoc", "contract"})
@@ -134,7 +142,7 @@ def updater(algorithm: int, weight: int, grad: int, state: int, looks: bool) -> 
     `scalars` has a row for each parameter, or one for all. Each item's column of `found` gets what `measurer`
     finds (with `looks`, by turns with the update; else zeros), and whether a weight left its master's range.
     """
-    looks, blocks, sources = int(looks), state == L.STATE_8BIT, SOURCES
+    blocks, sources = state == L.STATE_8BIT, SOURCES
     random = state != L.STATE_FP32 or weight == L.BF16_STOCHASTIC
     wide_w, wide_x, wide_g, wide_m, wide_v = widths(algorithm, weight, grad, state)
     stride = L.BLOCK if blocks else FLUSH if looks else 1 << 30
@@ -184,12 +192,8 @@ def measurer(grad: int, how: int = NARROW) -> Any:
 
     NaN and inf show in the latter. `how` is NARROW or WIDE; addresses are line 2 of the table.
     """
-    size, wide, by_four, sources = (
-        4 if grad == L.FP32 else 2,
-        how == WIDE,
-        (grad, how) == (L.BF16, WIDE),
-        SOURCES,
-    )
+    size, wide, sources = 4 if grad == L.FP32 else 2, how == WIDE, SOURCES
+    by_four = wide and grad == L.BF16
 
     def run(first, last, items, table, found):
         _ = sources

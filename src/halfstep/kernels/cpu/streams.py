@@ -2,6 +2,8 @@
 # pyright: reportMissingParameterType=false, reportUnknownParameterType=false, reportCallIssue=false
 """How the CPU kernels read and write weights, gradients and states, one element at a time."""
 
+from typing import Any
+
 from halfstep.kernels import codes as L
 from halfstep.kernels.cpu.bits import (
     F32,
@@ -43,13 +45,13 @@ def moments_of(algorithm: int) -> int:
 # A stream of width 4 holds fp32, of width 2 the bits of 16-bit values, of width 1 codes; width 0: no stream.
 
 
-def get(width, a, i):
+def get(width: int, a, i) -> Any:
     if width == 1:
         return load(I8, a, i).to(I32)
     return load(F32 if width == 4 else I16, a, i) if width else None
 
 
-def put(width, a, i, x):
+def put(width: int, a, i, x) -> None:
     if width:
         store(x, a, i)
 

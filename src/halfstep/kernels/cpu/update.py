@@ -1,5 +1,6 @@
 # Numba infers types: parameters have none, and its intrinsics are called without their first argument.
 # pyright: reportMissingParameterType=false, reportUnknownParameterType=false, reportCallIssue=false
+# pyright: reportUnknownLambdaType=false
 """CPU kernels: the one-pass update of a run of elements, equal to reference.py.
 
 By explicit vectors (`vectors.py`) where they know the formats; else, and for what they leave, by a loop over
