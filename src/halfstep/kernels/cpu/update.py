@@ -106,7 +106,8 @@ def in_loops(kind: tuple[int, ...], whole: bool = True) -> Any:
 
     @emitted(types.int32)
     def within(j, count, w, x, g, m, v, s, exponents, key, place):
-        word, lane = word_of((place + j) >> 6, key), ((place + j) & 63).to(I32) * WEYL
+        at = place + j
+        word, lane = word_of(at >> L.PANEL.bit_length() - 1, key), (at & L.PANEL - 1).to(I32) * WEYL
 
         def step(i, lane, bad):
             return lane + WEYL, bad | one(i, (w, x, g, m, v), s, exponents, lane ^ word, key)
