@@ -80,21 +80,31 @@ def _core_of(algorithm, weight, grad, state, first, last, w, x, g, m, v, s, expo
 
 
 def element(kind: tuple[int, ...]) -> Any:
-    """What emits the update of one element of a kind: of five streams, and whether it left its range."""
+    """What emits the update of one element of a kind: of five streams, and whether it left its range.
+
+    Each is read only where it is needed: the fewer values are alive, the more elements LLVM takes by turns.
+    """
     algorithm, weight, grad, state = kind
     wide, moments = widths(*kind), moments_of(algorithm)
     m_in, m_out = (STATE_IN[state][0], STATE_OUT[state][0]) if moments > 0 else (first_of, fp32_out)
     v_in, v_out = (STATE_IN[state][1], STATE_OUT[state][1]) if moments > 1 else (first_of, fp32_out)
 
     def emit(i, streams, s, exponents, random, key):
-        h, x, g, m, v = (get(width, a, i) for width, a in zip(wide, streams))
-        w, g = WEIGHT_IN[weight](h, x), GRAD_IN[grad](g) * s[0]
-        m, v = m_in(m, exponents[0]), v_in(v, exponents[1])
-        change, m, v = ALGORITHMS[algorithm](lambda: w, g, m, v, s)
-        h, x, bad = WEIGHT_OUT[weight](change(), random, key)
-        m, v = m_out(m, exponents[2], random), v_out(v, exponents[3], random)
-        for width, a, new in zip((*wide[:2], 0, *wide[3:]), streams, (h, x, None, m, v)):
-            put(width, a, i, new)
+        def read(stream: int) -> Any:
+            return get(wide[stream], streams[stream], i)
+
+        def write(stream: int, new: Any) -> None:
+            put(wide[stream], streams[stream], i, new)
+
+        g = GRAD_IN[grad](read(2)) * s[0]
+        m, v = m_in(read(3), exponents[0]), v_in(read(4), exponents[1])
+        change, m, v = ALGORITHMS[algorithm](lambda: WEIGHT_IN[weight](read(0), read(1)), g, m, v, s)
+        w = change()
+        write(3, m_out(m, exponents[2], random))
+        write(4, v_out(v, exponents[3], random))
+        h, x, bad = WEIGHT_OUT[weight](w, random, key)
+        write(0, h)
+        write(1, x)
         return bad
 
     return emit
