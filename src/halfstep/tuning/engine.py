@@ -27,6 +27,7 @@ from halfstep.errors import ConfigError, HalfstepError, HalfstepWarning
 from halfstep.numerics.snapshot import Snapshot, StepParticipants
 from halfstep.optim import split
 from halfstep.optim.master_link import weight_of
+from halfstep.rng import random_state
 from halfstep.torch_private import pytree
 from halfstep.trees import compute_device, parameters_of
 from halfstep.tuning.choices import NO_TIME, LevelChoice, Trial
@@ -37,6 +38,9 @@ Step = Callable[..., Any]
 
 #: Steps that a dynamic loss scale may skip before one counts.
 SKIPS = 24
+
+#: Seconds that the first compilation is taken to need: Inductor's for a GPT of four layers with empty caches.
+COMPILING = 30.0
 
 #: Where the seconds that are left hold so many steps, a first timing is taken twice: the first may compile.
 PLENTY = 10
@@ -168,6 +172,10 @@ class Bench:
         self._clock = clock_of(self._device)
         self._bases: dict[str, FirstStep] = {}
         self._plain = LevelChoice("O0")
+        self._draws = False
+        """Whether a step draws random numbers: compiled code draws others."""
+        self.compiling = COMPILING
+        """Seconds that a compilation is taken to need: what the last one took, once there was one."""
 
     @contextmanager
     def enter(self, choice: LevelChoice) -> Generator[Any]:
@@ -197,6 +205,9 @@ class Bench:
         """
         if self._bases and not self.budget.affords(choice.label, 2 + (choice.layout not in self._bases)):
             return Trial(choice, failed=NO_TIME)
+        if choice.compiled and (seconds_left := self.budget.seconds_left()) < self.compiling:
+            needs, left = f"compiling takes about {self.compiling:.2g} s", f"{max(0.0, seconds_left):.2g} s"
+            return Trial(choice, failed=f"{NO_TIME}: {needs}, and {left} of `seconds` are left")
         lacking = next(filter(None, gather(self._lacking(choice), self.budget.group)), None)
         if lacking is not None:
             return Trial(choice, failed=lacking)
@@ -218,13 +229,18 @@ class Bench:
                     self._bases[choice.layout] = self._run_first_step(session)
             with self.enter(choice) as session:
                 began, probes = time.perf_counter(), measurements.probes
+                rng = random_state()["torch"]
                 first_step = self._run_first_step(session, None if begins else self._bases.get(choice.layout))
                 spent = time.perf_counter() - began
+                if choice.compiled:
+                    self.compiling = self.budget.of_first_rank(spent)
                 if begins:
+                    self._draws = not torch.equal(rng, random_state()["torch"])
                     self.budget.begin()  # kernels that compile are not measuring
                 seconds_left = self.budget.seconds_left()
                 probed = measurements.probes > probes  # only a first step measures kernels
-                slow = not begins and (seconds_left <= 0 or (not probed and spent > max(1.0, seconds_left)))
+                expected = begins or probed or choice.compiled
+                slow = not begins and (seconds_left <= 0 or (not expected and spent > max(1.0, seconds_left)))
                 if self.budget.of_first_rank(slow):
                     return Trial(choice, failed=NO_TIME)
                 # The least of two steps where there is time: the first ones may compile.
@@ -239,16 +255,21 @@ class Bench:
             if begins:
                 self._bases[choice.layout], self._plain = first_step, choice
                 self.budget.begin(self.budget.around + (1 + len(steps)) * self.budget.step(choice.label))
-            return Trial(choice, (seconds,), *self._errors(choice, first_step))
+            compiling = spent if choice.compiled else None
+            return Trial(choice, (seconds,), *self._errors(choice, first_step), compiling)
         except (HalfstepError, RuntimeError, TypeError, ValueError) as error:
             return Trial(choice, failed=" ".join(str(error).split())[:200])
 
     def _errors(self, choice: LevelChoice, first_step: FirstStep) -> tuple[float | None, float | None]:
-        """Return the distances from the base in the same layout: another one draws another dropout mask."""
-        if choice.layout in self._bases:
-            return first_step.distance(self._bases[choice.layout])
-        self._bases[choice.layout] = first_step
-        far = first_step.distance(self._bases[self._plain.layout])
+        """Return the distances from the base in the same layout.
+
+        Another layout draws another dropout mask, and so does compiled code.
+        """
+        base = self._bases.get(choice.layout)
+        if base is not None and not (choice.compiled and self._draws):
+            return first_step.distance(base)
+        far = first_step.distance(base or self._bases[self._plain.layout])
+        self._bases.setdefault(choice.layout, first_step)
         return (None, None) if all(e is None or math.isfinite(e) for e in far) else far
 
     def _run_first_step(self, session: Any, base: FirstStep | None = None) -> FirstStep:
