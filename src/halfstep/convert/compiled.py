@@ -8,17 +8,26 @@ from typing import Any
 
 from torch import nn
 
+from halfstep.errors import ConfigError
+
 
 class Compiled:
     """Models whose calls torch compiles; `revert()` gives each the attributes it had before.
 
     What `nn.Module.compile` sets is seen by comparing, so that no private name is needed. A model that is
-    gone needs no way back, and is not kept.
+    gone needs no way back, and is not kept. ConfigError for one of torch's own modules alone, of which
+    `model.compile()` compiles nothing, in silence.
     """
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
         self._changes: list[tuple[weakref.ref[nn.Module], list[str], dict[str, Any]]] = []
         for model in models:
+            if all(type(m).forward.__module__.startswith("torch.") for m in model.modules()):
+                raise ConfigError(
+                    f"compile=True: model.compile() would compile nothing of {type(model).__name__}, since "
+                    "its modules are all torch's own: put it into a module with a forward of yours, or call "
+                    "torch.compile(model) after prepare()"
+                )
             before = dict(vars(model))
             model.compile()
             names = [name for name, value in vars(model).items() if before.get(name) is not value]

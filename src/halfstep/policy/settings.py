@@ -1,4 +1,4 @@
-"""What a plan may say beside its rules: level, dtype and layout, and what was measured of them."""
+"""What a plan may say beside its rules: level, dtype, layout and compiling, and what was measured of them."""
 
 from __future__ import annotations
 

@@ -289,7 +289,7 @@ def prepare(
         dtype: the compute dtype; None takes the level's word, the policy's or asks the device.
         policy: op rules, compute and output dtype, instead of the level's.
         plan: precision by module path, on top of the level, or the path of its TOML file; one with settings
-            (as `tune` writes it) gives level, dtype and layout too.
+            (as `tune` writes it) gives level, dtype, layout and compile too.
         layout: of convolution weights in memory: "keep", "channels_last", or "auto", the faster of the two.
         loss_scale: a LossScale, a number, "dynamic", "headroom" or "none"; None is dynamic for fp16 at O1 and
             O2 and none otherwise. A list gives each loss a scale of its own: `backward(loss, loss_id=1)` uses

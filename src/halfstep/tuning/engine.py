@@ -229,13 +229,13 @@ class Bench:
                     self._bases[choice.layout] = self._run_first_step(session)
             with self.enter(choice) as session:
                 began, probes = time.perf_counter(), measurements.probes
-                rng = random_state()["torch"]
+                generators = _generators()
                 first_step = self._run_first_step(session, None if begins else self._bases.get(choice.layout))
                 spent = time.perf_counter() - began
                 if choice.compiled:
                     self.compiling = self.budget.of_first_rank(spent)
                 if begins:
-                    self._draws = not torch.equal(rng, random_state()["torch"])
+                    self._draws = not all(map(torch.equal, generators, _generators()))
                     self.budget.begin()  # kernels that compile are not measuring
                 seconds_left = self.budget.seconds_left()
                 probed = measurements.probes > probes  # only a first step measures kernels
@@ -333,6 +333,11 @@ def _worst(errors: Sequence[float | None]) -> float | None:
 #: Bytes that training with a copy of the weights and of the gradients may take for one of the weights. Where
 #: an accelerator has not so many, the copies are on the host.
 ROOM = 6
+
+
+def _generators() -> list[Tensor]:
+    """Return the states of random generators that are tensors: torch's on every device, and numpy's."""
+    return [leaf for leaf in pytree.tree_leaves(random_state()) if isinstance(leaf, Tensor)]
 
 
 def _bytes(tensors: Iterable[Any]) -> int:

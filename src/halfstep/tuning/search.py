@@ -1,6 +1,6 @@
-"""The search: levels first, then layouts for the fastest, then fp32 for the modules that are faster in it.
+"""The search: levels, then layouts and compiling for the fastest, then fp32 for the modules faster in it.
 
-The outcome is a plan whose settings name level, dtype and layout with the measured times as reasons:
+The outcome is a plan whose settings name level, dtype, layout and whether to compile, with times:
 `hs.prepare(plan=...)` loads it, here or from TOML.
 """
 
@@ -57,7 +57,7 @@ class Tuning:
 
     @property
     def plan(self) -> Plan:
-        """Level, dtype, layout and rules by module, with the measured times as reasons."""
+        """Level, dtype, layout, compiling and rules by module, with the measured times as reasons."""
         choice = self.choice
         settings = Settings(
             level=choice.level,
