@@ -1,5 +1,6 @@
 """`tune(compile=True)` and torch.autocast beside the levels: tried, said, and nothing of them left behind."""
 
+import time
 from typing import Any
 
 import pytest
@@ -50,7 +51,7 @@ def test_the_two_fastest_levels_are_compiled_and_everything_is_as_before() -> No
     model, optimizer = made()
     before, names = image(model, optimizer), vars(model).keys()
     with traced() as graphs:
-        found = hs.tune(model, optimizer, step_of(model), *BATCH, seconds=10.0, compile=True, layout="keep")
+        found = hs.tune(model, optimizer, step_of(model), *BATCH, seconds=4.0, compile=True, layout="keep")
         assert same(image(model, optimizer), before)
         count = len(graphs)
         model(BATCH[0])
@@ -107,6 +108,21 @@ def test_without_the_seconds_it_is_left_out_by_name() -> None:
 
 
 @pytest.mark.usefixtures("quick")
+def test_a_compilation_that_takes_all_the_seconds_is_measured_all_the_same() -> None:
+    def slow(graph: Any) -> Any:
+        time.sleep(1.5)
+        return graph
+
+    model, optimizer = made()
+    with traced(slow):
+        found = hs.tune(model, optimizer, step_of(model), *BATCH, seconds=1.5, compile=True, layout="keep")
+    first, second = of_compiled(found.trials)
+    assert first.usable
+    assert first.time < 1.0 < 1.5 < (first.compiling or 0.0)
+    assert "no time was left to measure it: compiling takes about" in str(second.failed)
+
+
+@pytest.mark.usefixtures("quick")
 def test_a_compiler_that_fails_is_named_and_leaves_the_model() -> None:
     def broken(graph: Any) -> Any:
         raise OSError("no compiler was found")
@@ -114,7 +130,7 @@ def test_a_compiler_that_fails_is_named_and_leaves_the_model() -> None:
     model, optimizer = made()
     before, names = image(model, optimizer), vars(model).keys()
     with traced(broken):
-        found = hs.tune(model, optimizer, step_of(model), *BATCH, seconds=10.0, compile=True, layout="keep")
+        found = hs.tune(model, optimizer, step_of(model), *BATCH, seconds=6.0, compile=True, layout="keep")
     assert ["no compiler was found" in str(t.failed) for t in of_compiled(found.trials)] == [True, True]
     assert not found.choice.compiled
     assert same(image(model, optimizer), before)
@@ -134,7 +150,7 @@ def test_compiled_code_is_not_far_for_the_dropout_mask_that_it_draws(dropout: fl
     model, optimizer = made()
     model.inner[3].p = dropout
     with traced(draws):
-        found = hs.tune(model, optimizer, step_of(model), *BATCH, seconds=10.0, compile=True, layout="keep")
+        found = hs.tune(model, optimizer, step_of(model), *BATCH, seconds=6.0, compile=True, layout="keep")
     for trial in of_compiled(found.trials):
         assert trial.failed is None
         assert (trial.gradient_error is None) == (dropout > 0)

@@ -203,11 +203,11 @@ class Bench:
 
         Two steps like those seen before must fit into the seconds that are left, its tensors into memory.
         """
-        if self._bases and not self.budget.affords(choice.label, 2 + (choice.layout not in self._bases)):
-            return Trial(choice, failed=NO_TIME)
         if choice.compiled and (seconds_left := self.budget.seconds_left()) < self.compiling:
             needs, left = f"compiling takes about {self.compiling:.2g} s", f"{max(0.0, seconds_left):.2g} s"
             return Trial(choice, failed=f"{NO_TIME}: {needs}, and {left} of `seconds` are left")
+        if self._bases and not self.budget.affords(choice.label, 2 + (choice.layout not in self._bases)):
+            return Trial(choice, failed=NO_TIME)
         lacking = next(filter(None, gather(self._lacking(choice), self.budget.group)), None)
         if lacking is not None:
             return Trial(choice, failed=lacking)
@@ -239,12 +239,12 @@ class Bench:
                     self.budget.begin()  # kernels that compile are not measuring
                 seconds_left = self.budget.seconds_left()
                 probed = measurements.probes > probes  # only a first step measures kernels
-                expected = begins or probed or choice.compiled
-                slow = not begins and (seconds_left <= 0 or (not expected and spent > max(1.0, seconds_left)))
+                slow = seconds_left <= 0 or (not probed and spent > max(1.0, seconds_left))
+                slow = slow and not begins and not choice.compiled  # what took so long is not thrown away
                 if self.budget.of_first_rank(slow):
                     return Trial(choice, failed=NO_TIME)
                 # The least of two steps where there is time: the first ones may compile.
-                steps = [self._time_step(session, choice)]
+                steps = [self._time_step(session, choice) for _ in range(3 if choice.compiled else 1)]
                 if self.budget.affords(choice.label, PLENTY):
                     steps.append(self._time_step(session, choice))
                 seconds = min(steps)
