@@ -142,16 +142,15 @@ class Outcome:
 
     def start_copy(self) -> None:
         """Begin copying device values to the host behind the work already queued, without waiting."""
-        tensors = list(self._tensors().values())
-        if self._copy is None and tensors:
+        if self._copy is None and (tensors := list(self._tensors().values())):
             home = home_device(tensors)
             moved = [move_to(t.detach(), home).reshape(1) for t in tensors]
             self._copy = send_to_host(torch.cat([t.view(torch.uint8) for t in moved]))
 
     def _tensors(self) -> dict[str, Tensor]:
         """Return the values that are tensors, the widest first, so that the bytes of each are aligned."""
-        tensors = {name: v for name, v in self._values.items() if isinstance(v, Tensor)}
-        return dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
+        tensors = [(name, v) for name, v in self._values.items() if isinstance(v, Tensor)]
+        return dict(sorted(tensors, key=lambda item: -item[1].element_size())) if tensors else {}
 
     @property
     def arrived(self) -> bool:

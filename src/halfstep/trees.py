@@ -7,7 +7,7 @@ import dataclasses
 import inspect
 import math
 import struct
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -102,20 +102,21 @@ def accumulate_in_fp32(parameter: Tensor) -> None:
     parameter.grad = None if grad is None else grad.float()
 
 
-def each_parameter(modules: Iterable[torch.nn.Module]) -> Iterator[Tensor]:
-    """Yield the parameters of modules and of all in them, a shared one as often as modules hold it.
+def each_parameter(modules: Iterable[torch.nn.Module]) -> list[Tensor]:
+    """Return the parameters of modules and of all in them, a shared one as often as modules hold it.
 
     For what looks at all of them in every step: `Module.parameters` also makes their names.
     """
-    visited, rest = set[torch.nn.Module](), list[torch.nn.Module | None](modules)
+    visited: set[torch.nn.Module] = set()
+    rest: list[torch.nn.Module | None] = [*modules]
+    slots: list[Tensor | None] = []
     while rest:
         module = rest.pop()
         if module is not None and module not in visited:
             visited.add(module)
             rest += module._modules.values()
-            for p in module._parameters.values():
-                if p is not None:
-                    yield p
+            slots += module._parameters.values()
+    return [p for p in slots if p is not None]
 
 
 def compute_device(parameters: Iterable[Tensor]) -> torch.device:
@@ -124,17 +125,16 @@ def compute_device(parameters: Iterable[Tensor]) -> torch.device:
     Of a shard it is the device of its mesh, also while the shard itself waits on the host. Without an
     accelerator it is the first parameter's device, which may be "meta".
     """
-    first = None
+    parameters, usual = list(parameters), torch.nn.Parameter
     for p in parameters:
-        first = p if first is None else first
-        if type(p) is torch.nn.Parameter and p.is_cpu:  # what most are, and every region asks
+        if type(p) is usual and p.is_cpu:  # what most are, and every region asks
             continue
         kind = p.device.type
-        if type(p) is not torch.nn.Parameter and (mesh := getattr(p, "device_mesh", None)) is not None:
+        if type(p) is not usual and (mesh := getattr(p, "device_mesh", None)) is not None:
             kind = mesh.device_type
         if kind not in ("cpu", "meta"):
             return p.device if kind == p.device.type else torch.device(kind)
-    return torch.device("cpu") if first is None else first.device
+    return parameters[0].device if parameters else torch.device("cpu")
 
 
 def stack_scalars(scalars: Sequence[Tensor], home: torch.device) -> Tensor:

@@ -154,7 +154,11 @@ def test_a_grid_s_gradient_is_summed_over_channels_in_fp32(dims):
     check(sample, region("O3", BF16, sample), [x, grid])
 
 
+#: So many uses of a table of (5, 4) are more than what runs on fp32 copies; a quarter of them is less.
 LOOK_UPS: dict[str, tuple[Callable[[Tensor], Tensor], tuple[int, ...]]] = {
+    "embedding, small": (lambda w: F.embedding(INDEX[::4], w), (5, 4)),
+    "w[index], small": (lambda w: w[INDEX[::4]], (5, 4)),
+    "bag, small": (lambda w: F.embedding_bag(INDEX[::4].view(-1, 4), w, mode="sum"), (5, 4)),
     "embedding": (lambda w: F.embedding(INDEX, w), (5, 4)),
     "embedding, int32": (lambda w: F.embedding(INDEX.int(), w), (5, 4)),
     "embedding, padding": (lambda w: F.embedding(INDEX, w, padding_idx=1), (5, 4)),

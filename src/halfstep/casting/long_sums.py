@@ -30,6 +30,9 @@ _PLAIN_OR_NONE = PLAIN | {type(None)}
 #: Elements of a block of rows that backward widens at a time: 1 MiB in fp32, which stays in a core's cache.
 #: Measured from 2^16 to 2^20; a whole copy of 32 MiB or more costs up to seven times the kernel it serves.
 _BLOCK = 2**18
+#: Elements up to which fp32 copies on a CPU are faster than a Function, which Python runs: they take 60 us
+#: less of a look-up of 150 or a layer_norm of 180, backward included; measured from 2^7 to 2^18.
+_SMALL = 2**15
 #: So many terms lose little in 16 bits: pools of usual windows stay in their own kernels.
 _FEW = 16
 _aten = torch.ops.aten
@@ -57,6 +60,11 @@ def _has_function(*tensors: Tensor | None) -> bool:
     """Whether a Function of ours can stand for the op: function transforms and tracers take plain casts."""
     strange = functorch_level() is not None or in_forward_ad() or is_jit_tracing()
     return not strange and _PLAIN_OR_NONE.issuperset(map(type, tensors))
+
+
+def _is_small(t: Tensor, elements: int) -> bool:
+    """Whether fp32 copies of so many elements on its device are faster than a Function."""
+    return t.is_cpu and elements <= _SMALL
 
 
 # --- any op ------------------------------------------------------------------------------------------------
@@ -315,7 +323,7 @@ def _layer_norm(
 ) -> Tensor:
     if not _sums_rows(x, weight, bias):
         return call(x, shape, weight, bias, eps, *cudnn, **kwargs)
-    if _has_function(x, weight, bias):
+    if not _is_small(x, x.numel()) and _has_function(x, weight, bias):
         return LayerNorm.apply(x, list(shape), weight, bias, eps, False)
     return call(x.to(F32), shape, _wide(weight), _wide(bias), eps, *cudnn, **kwargs).to(x.dtype)
 
@@ -370,6 +378,12 @@ def sum_rows(rows: Tensor, index: Tensor, count: int) -> Tensor:
     if _adds_rows_in_fp32(rows.device.type):
         return rows.new_zeros(shape).index_add_(0, index, rows)
     return rows.new_zeros(shape, dtype=F32).index_add_(0, index, rows.to(F32)).to(rows.dtype)
+
+
+def _has_rows(table: Tensor, index: Tensor, sparse: bool = False) -> bool:
+    """Whether `Rows` looks up in this table; fp32 copies do in a small one with a dense gradient."""
+    elements = table.numel() + index.numel() * math.prod(table.shape[1:])
+    return (sparse or not _is_small(table, elements)) and _has_function(table, index)
 
 
 class Rows(torch.autograd.Function):
@@ -466,7 +480,7 @@ def _embedding(
     options = padding, by_frequency, sparse
     if not _trains(table):
         return call(table, index, *options)
-    if not _has_function(table, index):
+    if not _has_rows(table, index, sparse):
         return call(table.to(F32), index, *options).to(table.dtype)
     take = functools.partial(call, table, index, *options)
     return (SparseRows if sparse else Rows).apply(table, index, padding, by_frequency, take)
@@ -476,7 +490,7 @@ def _index(call: Call, x: Tensor, indices: Any) -> Tensor:
     """`x[indices]`, where the same element may be taken many times, unless a mask takes them."""
     if not _trains(x) or not any(i is not None and i.dtype not in (torch.bool, torch.uint8) for i in indices):
         return call(x, indices)
-    if len(indices) == 1 and _has_function(x, *indices):
+    if len(indices) == 1 and _has_rows(x, indices[0]):
         return Rows.apply(x, indices[0], -1, False, functools.partial(call, x, indices))
     return call(x.to(F32), indices).to(x.dtype)
 
@@ -484,7 +498,7 @@ def _index(call: Call, x: Tensor, indices: Any) -> Tensor:
 def _index_select(call: Call, x: Tensor, dim: int, index: Tensor) -> Tensor:
     if not _trains(x):
         return call(x, dim, index)
-    if x.dim() and index.dim() and dim % x.dim() == 0 and _has_function(x, index):
+    if x.dim() and index.dim() and dim % x.dim() == 0 and _has_rows(x, index):
         return Rows.apply(x, index, -1, False, functools.partial(call, x, dim, index))
     return call(x.to(F32), dim, index).to(x.dtype)
 
@@ -509,7 +523,7 @@ def _embedding_bag(
     if not (_trains(table) or _trains(weights)):
         return call(table, index, offsets, by_frequency, mode, sparse, *rest)
     is_plain = not by_frequency and mode < 2 and (padding is None or padding < 0)
-    if not is_plain or not _has_function(table, index, offsets, weights):
+    if not (is_plain and _has_rows(table, index, sparse) and _has_function(offsets, weights)):
         return run_widened(call, table, index, offsets, by_frequency, mode, sparse, *rest)
     take = functools.partial(_aten.index_select, table, 0, index)
     rows = (SparseRows if sparse else Rows).apply(table, index, -1, False, take)

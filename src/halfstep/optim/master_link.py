@@ -114,28 +114,31 @@ def _is_free(weight: Tensor) -> bool:
     return owner is None or owner() is None
 
 
-def _dense_pair(master: Master) -> bool:
-    """Whether a kernel can walk it and its weight side by side."""
+def _addresses(master: Master) -> tuple[int, int] | None:
+    """Return where its weight and it begin, if a kernel can walk them side by side."""
     w = master._source
-    dense = w.is_contiguous() or w.is_contiguous(memory_format=torch.channels_last)
-    alike = w.dtype in LOW and dense and w.device == master.device and w.stride() == master.stride()
-    return bool(alike and w.data_ptr() and master.data_ptr())
+    plain = w.is_contiguous() and master.is_contiguous()
+    dense = plain or (w.stride() == master.stride() and w.is_contiguous(memory_format=torch.channels_last))
+    beginnings = w.data_ptr(), master.data_ptr()
+    return beginnings if w.dtype in LOW and dense and all(beginnings) else None
 
 
 def _refresh_by_kernel(masters: Sequence[Master]) -> list[Master]:
     """Give masters on a GPU the values of changed weights, reading nothing back; return the others."""
-    rows, rest = dict[tuple[torch.device, torch.dtype, bool], list[Master]](), list[Master]()
+    rows: dict[tuple[torch.device, torch.dtype, bool], list[tuple[int, int, int]]] = {}
+    rest: list[Master] = []
     for m in masters:
         w = m._source
-        runs = w.is_cuda and w.dtype == m._seen[1] and not gpus_.why_not(w.device) and _dense_pair(m)
-        if not runs or capturing(w.device):
+        runs = w.is_cuda and w.device == m.device and w.dtype == m._seen[1] and not gpus_.why_not(w.device)
+        beginnings = _addresses(m) if runs and not capturing(w.device) else None
+        if beginnings is None:
             rest.append(m)
             continue
-        aligned = m.data_ptr() % cuda.WIDE == 0 and w.data_ptr() % cuda.WIDE == 0
-        rows.setdefault((w.device, w.dtype, aligned), []).append(m)
+        aligned = all(at % cuda.WIDE == 0 for at in beginnings)
+        rows.setdefault((w.device, w.dtype, aligned), []).append((w.numel(), *beginnings))
     for (device, dtype, aligned), mine in rows.items():
-        items = WorkItems(tuple(m.numel() for m in mine)).items
-        table = cuda.upload([at for m in mine for at in (m.data_ptr(), m._source.data_ptr())], device)
+        items = WorkItems(tuple(size for size, _, _ in mine)).items
+        table = cuda.upload([at for _, of_weight, of_master in mine for at in (of_master, of_weight)], device)
         gpus_.launch(
             gpus_.kernels().refresh, device, len(items), table, cuda.upload(items.ravel(), device),
             KIND=GRADS[dtype], ALIGNED=aligned, TILE=cuda.TILE,
@@ -145,12 +148,15 @@ def _refresh_by_kernel(masters: Sequence[Master]) -> list[Master]:
 
 def _differing(masters: Sequence[Master]) -> list[Master]:
     """Return all masters whose weights are not their rounding, by value, and some whose weights are."""
-    has_kernels, changed_masters, rest = kernels(needed=False) is not None, list[Master](), list[Master]()
+    has_kernels = kernels(needed=False) is not None
+    changed_masters: list[Master] = []
+    rest: list[Master] = []
     rows: dict[torch.dtype, list[tuple[Master, int, int, int]]] = {}
     for m in masters:
         w = m._source
-        if has_kernels and w.is_cpu and _dense_pair(m):
-            rows.setdefault(w.dtype, []).append((m, w.numel(), w.data_ptr(), m.data_ptr()))
+        beginnings = _addresses(m) if has_kernels and w.is_cpu and m.is_cpu else None
+        if beginnings is not None:
+            rows.setdefault(w.dtype, []).append((m, w.numel(), *beginnings))
         else:
             rest.append(m)
     for dtype, dtype_rows in rows.items():
@@ -178,7 +184,8 @@ def _differ(masters: Sequence[Master]) -> bool:
 
 def split_bounded(tensors: Iterable[T]) -> Iterator[list[T]]:
     """Yield the tensors in lists of so many elements as one call widens, or of one larger tensor."""
-    some, size = list[T](), 0
+    some: list[T] = []
+    size = 0
     for t in tensors:
         if some and size + t.numel() > _AT_ONCE:
             yield some
@@ -314,9 +321,13 @@ class Link(MasterHolder):
 
     def is_large(self) -> bool:
         """Whether all gradients of masters are dense and in 16 bits, and more than one call widens."""
-        grads = [g for w in self.pairs if (g := w.grad) is not None]
-        low = all(g.dtype in LOW and not g.is_sparse for g in grads)
-        return low and sum(g.numel() for g in grads) > _AT_ONCE
+        total = 0
+        for w in self.pairs:
+            if (g := w.grad) is not None:
+                if g.dtype not in LOW or g.is_sparse:
+                    return False
+                total += g.numel()
+        return total > _AT_ONCE
 
     @contextmanager
     def in_parts(self, change: Callable[[list[Tensor]], None]) -> Generator[None]:
@@ -500,9 +511,10 @@ def _widen(weights: Sequence[Tensor]) -> None:
 
 
 def _wide(grads: Sequence[Tensor]) -> list[Tensor]:
+    if all(g.is_cpu for g in grads):
+        return [g.to(torch.float32) for g in grads]
     wide = [torch.empty_like(g, dtype=torch.float32) for g in grads]
-    if wide:
-        foreach_copy_(wide, grads)
+    foreach_copy_(wide, grads)  # in few launches
     return wide
 
 

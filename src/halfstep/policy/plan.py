@@ -86,9 +86,10 @@ class PlanRule:
             )
         if not isinstance(self.reason, str):
             raise PlanError(f"plan rule {self.pattern!r}: reason={self.reason!r:.60}: expected a text")
-        edits = validate_edits(self.ops)
-        named = {rule.value: [op for op, edit in edits.items() if edit is rule] for rule in Rule}
-        object.__setattr__(self, "ops", Policy().with_rules(**named).edits)
+        if edits := validate_edits(self.ops):
+            named = {rule.value: [op for op, edit in edits.items() if edit is rule] for rule in Rule}
+            edits = Policy().with_rules(**named).edits
+        object.__setattr__(self, "ops", MappingProxyType(dict(edits)))
         if self.dtype is None and self.rule is None and self.output is None and not self.ops:
             raise PlanError(f"plan rule {self.pattern!r} sets nothing: give it a dtype, rule, output or ops")
         if self.rule is Rule.FULL and self.ops:
@@ -142,23 +143,28 @@ class PlanRule:
         nearest base first; (0) the pattern "**". `Plan.resolve` adds (1), a rule that matches a module above.
         Among equals more literal characters win, then required rules over defaults.
         """
-        literal = len(re.sub(r"\[[^\]]*\]|[*?]", "", self.pattern))
         if self.pattern == "**":
             return (0, 0, 0, self.required)
         if self.pattern.startswith(_TYPE):
+            name_pattern = self.pattern.removeprefix(_TYPE)
             names = [base.__name__ for base in type(module).__mro__ if base not in (nn.Module, object)]
-            hits = [i for i, name in enumerate(names) if fnmatchcase(name, self.pattern.removeprefix(_TYPE))]
-            return (2, -hits[0], literal, self.required) if hits else None
+            hits = [i for i, name in enumerate(names) if fnmatchcase(name, name_pattern)]
+            return (2, -hits[0], _literals(self.pattern), self.required) if hits else None
         if self.pattern == path:
-            return (4, 0, literal, self.required)
-        components = path.split(".") if path else []
-        return (3, 0, literal, self.required) if _globs(self.pattern.split("."), components) else None
+            return (4, 0, _literals(self.pattern), self.required)
+        matches = _globs(self.pattern.split("."), path.split(".") if path else [])
+        return (3, 0, _literals(self.pattern), self.required) if matches else None
 
     def names(self, buffer: str) -> bool:
         """Whether the pattern is a path that ends in the name of this buffer, and gives it a dtype."""
         *above, last = self.pattern.split(".")
         path = buffer.split(".")
         return self.dtype is not None and last == path[-1] and _globs(above, path[:-1])
+
+
+def _literals(pattern: str) -> int:
+    """Return how many characters of a pattern stand for themselves."""
+    return len(re.sub(r"\[[^\]]*\]|[*?]", "", pattern))
 
 
 def _globs(pattern: list[str], path: list[str]) -> bool:
@@ -176,7 +182,8 @@ def _globs(pattern: list[str], path: list[str]) -> bool:
 class Plan:
     """Rules that together give every module its precision. An immutable value; `+` adds rules.
 
-    settings: level, dtype and layout that the rules were made for, or None; `prepare(plan=...)` takes them.
+    settings: level, dtype, layout and whether to compile, which the rules were made for, or None;
+        `prepare(plan=...)` takes them.
     """
 
     rules: tuple[PlanRule, ...] = ()
@@ -341,7 +348,7 @@ class Plan:
 
 def _rank_of_name(rule: PlanRule) -> Rank:
     """Return how closely a rule names a buffer: a path written out first, then more literal characters."""
-    literal = len(re.sub(r"\[[^\]]*\]|[*?]", "", rule.pattern))
+    literal = _literals(rule.pattern)
     return (4 if literal == len(rule.pattern) else 3, 0, literal, rule.required)
 
 

@@ -97,7 +97,8 @@ class StepState(NamedTuple):
     def after_backward(self, indices: Collection[int], number: int) -> StepState:
         """Return the state after a backward of loss `number` over these optimizers."""
         scale, those = self.loss_scales[number], frozenset(indices)
-        loss, rest = Loss(number, scale, those, those), list[Loss]()
+        loss = Loss(number, scale, those, those)
+        rest: list[Loss] = []
         for other in self.losses:
             if other.number != number or other.pending.isdisjoint(those):
                 rest.append(other)
@@ -123,22 +124,22 @@ class StepState(NamedTuple):
                 scales[loss.number] = scales[loss.number].adjust(finite, loss.amax)
         adjusted_losses = [loss._replace(adjusted=True) for loss in losses]
         others = [loss for loss in self.losses if index not in loss.pending]
-        state = self._replace(
-            loss_scales=(*scales,), losses=(*others, *adjusted_losses), steps=self.steps + 1
-        )
-        return state.without(index, kept_scale)
+        rest = self._without(index, (*others, *adjusted_losses), kept_scale)
+        return self._replace(loss_scales=(*scales,), steps=self.steps + 1, **rest)
 
     def without(self, index: int, kept_scale: LossScale | None = None) -> StepState:
         """Return the state in which optimizer `index` has no gradients, or some that carry `kept_scale`."""
-        losses = [
-            loss._replace(pending=loss.pending - {index}, unchecked=loss.unchecked - {index})
-            for loss in self.losses
-            if loss.pending - {index}
+        return self._replace(**self._without(index, self.losses, kept_scale))
+
+    def _without(self, index: int, losses: Sequence[Loss], kept_scale: LossScale | None) -> dict[str, Any]:
+        others = [
+            loss._replace(pending=pending, unchecked=loss.unchecked - {index})
+            for loss in losses
+            if (pending := loss.pending - {index})
         ]
         gradient_scales = (*self.gradient_scales[:index], kept_scale, *self.gradient_scales[index + 1 :])
-        return self._replace(
-            losses=(*losses,), leftovers=self.leftovers - {index}, gradient_scales=gradient_scales
-        )
+        leftovers = self.leftovers - {index}
+        return {"losses": (*others,), "leftovers": leftovers, "gradient_scales": gradient_scales}
 
     def without_gradients(self) -> StepState:
         """Return the state in which no optimizer has gradients of ours."""
