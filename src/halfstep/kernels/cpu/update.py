@@ -99,10 +99,9 @@ def element(kind: tuple[int, ...]) -> Any:
         g = GRAD_IN[grad](read(2)) * s[0]
         m, v = m_in(read(3), exponents[0]), v_in(read(4), exponents[1])
         change, m, v = ALGORITHMS[algorithm](lambda: WEIGHT_IN[weight](read(0), read(1)), g, m, v, s)
-        w = change()
         write(3, m_out(m, exponents[2], random))
         write(4, v_out(v, exponents[3], random))
-        h, x, bad = WEIGHT_OUT[weight](w, random, key)
+        h, x, bad = WEIGHT_OUT[weight](change(), random, key)
         write(0, h)
         write(1, x)
         return bad
