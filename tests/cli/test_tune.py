@@ -9,6 +9,7 @@ import torch
 
 import halfstep as hs
 from halfstep.cli import _tune_script, main
+from halfstep.recipes import runs
 from halfstep.tuning.choices import LevelChoice, Trial
 from halfstep.tuning.engine import FirstStep
 
@@ -40,6 +41,23 @@ def test_a_recipe_is_measured_and_its_plan_written(
     assert plan.settings.level == document["chosen"]["level"]
     assert {row["setting"] for row in document["measured"]} >= {"O0", "O1 bf16", "O2 bf16"}
     assert all(row["milliseconds"] > 0 for row in document["measured"] if row["note"] == "")
+
+
+def test_a_recipe_may_be_compiled_and_a_script_decides_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked, script = list[bool](), tmp_path / "train.py"
+    script.touch()
+
+    def tune_recipe(recipe: Any, device: Any, *, compile: bool, **options: Any) -> hs.Tuning:
+        asked.append(compile)
+        return hs.Tuning((Trial(LevelChoice("O0"), (0.1,)),), LevelChoice("O0"), "so", 1.0)
+
+    monkeypatch.setattr(runs, "tune_recipe", tune_recipe)
+    assert main(["tune", "digits-mlp", "--compile"]) == main(["tune", "digits-mlp"]) == 0
+    assert asked == [True, False]
+    assert main(["tune", str(script), "--compile"]) == 2
+    assert "--compile is for recipes" in capsys.readouterr().err
 
 
 @pytest.mark.exhaustive

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import halfstep as hs
 from halfstep.errors import HalfstepError
 from tests import ranks
+from tests.compiling import traced
 
 Seen = list[Any]
 
@@ -140,6 +141,7 @@ PREPARE: dict[str, list[Row]] = {
     "batch": [Row((torch.zeros(1),), refused=True)],
     "seconds": [Row(5.0, refused=True)],
     "enabled": [Row(False)],
+    "compile": [Row(True, run={"graphs": True}), Row("fused", refused=True)],
     "kernels": [Row("rounded", run={"kernels": True})],
     "norm_group": [],  # on two ranks, below
     "group": [],
@@ -147,7 +149,11 @@ PREPARE: dict[str, list[Row]] = {
 
 
 def run_prepare(options: dict[str, Any], **run: Any) -> Seen:
-    """What is seen of a training, or of the kernels that it took."""
+    """What is seen of a training, or of the kernels that it took, or how many graphs it compiled."""
+    if run.pop("graphs", False):
+        with traced() as graphs:
+            training(options)
+        return [len(graphs)]
     return kernels(options) if run.pop("kernels", False) else training(options, **run)
 
 

@@ -1,6 +1,8 @@
 """What is decided from given measurements; no machine's speed is asked here."""
 
-from halfstep.tuning.choices import NO_TIME, LevelChoice, Trial, decide, gradient_bound, loss_bound
+from dataclasses import replace
+
+from halfstep.tuning.choices import NO_TIME, TORCHS, LevelChoice, Trial, decide, gradient_bound, loss_bound
 
 FP32 = LevelChoice("O0")
 O1, O2 = LevelChoice("O1", "bf16"), LevelChoice("O2", "bf16")
@@ -85,3 +87,55 @@ def test_fp32_in_another_layout_counts_as_a_gain() -> None:
 def test_labels_name_what_is_not_plain() -> None:
     assert LevelChoice("O2", "fp16", "channels_last").label == "O2 fp16 channels_last"
     assert FP32.label == "O0"
+
+
+TORCHS_BF16 = LevelChoice(TORCHS, "bf16")
+
+
+def compiled(choice: LevelChoice, ms: float, seconds: float = 12.0) -> Trial:
+    return replace(timed(replace(choice, compiled=True), ms), compiling=seconds)
+
+
+def test_compiling_is_taken_where_it_is_faster_and_what_it_cost_is_said() -> None:
+    choice, reason = decide([timed(FP32, 100), timed(O1, 80), timed(O2, 60), compiled(O2, 40)])
+    assert choice == replace(O2, compiled=True)
+    assert choice.label == "O2 bf16 compiled"
+    assert reason.startswith("O2 bf16 compiled: 2.5x faster than fp32 (40 ms a step against 100 ms)")
+    assert reason.endswith("O2 bf16 compiled is 1.5x faster than O2 bf16, after 12 s of compiling")
+
+
+def test_compiling_that_buys_less_than_2_percent_is_not_taken_and_said() -> None:
+    choice, reason = decide([timed(FP32, 100), timed(O1, 60), timed(O2, 70), compiled(O2, 59)])
+    assert choice == O1
+    assert "O2 bf16 compiled is 1.2x faster than O2 bf16, after 12 s of compiling" in reason
+    assert decide([timed(FP32, 100), timed(O1, 60), compiled(O1, 58)])[0].compiled
+    assert "as fast as O1 bf16" in decide([timed(FP32, 100), timed(O1, 60), compiled(O1, 59.5)])[1]
+    assert "1.5x slower than O1 bf16" in decide([timed(FP32, 100), timed(O1, 60), compiled(O1, 90)])[1]
+
+
+def test_fp32_may_be_what_is_compiled() -> None:
+    assert decide([timed(FP32, 100), timed(O1, 120), compiled(FP32, 90)])[0].label == "O0 compiled"
+    assert decide([timed(FP32, 100), timed(O1, 120), compiled(FP32, 99)])[0] == FP32
+
+
+def test_torchs_region_is_never_taken_and_named_where_it_is_faster() -> None:
+    choice, reason = decide([timed(FP32, 100), timed(O1, 60), timed(TORCHS_BF16, 50)])
+    assert choice == O1
+    assert reason.endswith("torch.autocast bf16 without halfstep is 1.2x faster than that (50 ms a step)")
+    slower = decide([timed(FP32, 100), timed(O1, 60), timed(TORCHS_BF16, 59)])
+    assert "torch.autocast" not in slower[1]
+    wrong = decide([timed(FP32, 100), timed(O1, 60), timed(TORCHS_BF16, 50, gradient=0.6)])
+    assert "torch.autocast" not in wrong[1]
+    fp32, reason = decide([timed(FP32, 100), timed(O1, 120), timed(TORCHS_BF16, 50)])
+    assert fp32 == FP32
+    assert "torch.autocast bf16 without halfstep is 2x faster than that" in reason
+
+
+def test_a_first_that_is_far_from_itself_is_no_error_of_ours() -> None:
+    nan = float("nan")
+    assert decide([timed(O1, 100, gradient=nan), timed(TORCHS_BF16, 50), timed(O2, 200)])[0] == O1
+
+
+def test_no_time_to_compile_is_no_time() -> None:
+    late = Trial(replace(FP32, compiled=True), failed=f"{NO_TIME}: compiling takes about 30 s")
+    assert "give more by seconds=" in decide([timed(FP32, 100), Trial(O1, failed=NO_TIME), late])[1]

@@ -29,6 +29,7 @@ def run(
     seconds: Annotated[float, with_metavar("SECONDS")] = 60.0,
     device: Annotated[str | None, with_metavar("DEVICE")] = None,
     threads: Annotated[int | None, with_metavar("COUNT")] = None,
+    compile: Flag = False,
     json: Flag = False,
 ) -> None:
     """Measure which level, layout and plan by module train fastest on this machine.
@@ -45,12 +46,15 @@ def run(
         seconds: Measure a recipe no longer than this; of a script, each run, from its first step on.
         device: cpu, cuda, ... for a recipe. Default: the accelerator if there is one.
         threads: CPU threads of torch for a recipe. Default: torch's own.
+        compile: Also try model.compile() for the two fastest levels of a recipe, while --seconds allow.
         json: Print JSON instead of the table.
     """
     if not 0 < seconds < float("inf"):
         raise ConfigError(f"--seconds {seconds:g}: expected seconds above 0")
     if dtype not in (None, "bf16", "fp16"):
         raise ConfigError(f"--dtype {dtype}: expected bf16 or fp16")
+    if compile and target.endswith(".py"):
+        raise ConfigError(f"--compile is for recipes: {target} decides itself what it compiles")
     check_report(out, "--out")
     with progress(f"tuning {target}", None, quiet=json) as report:
         if target.endswith(".py"):
@@ -65,7 +69,7 @@ def run(
             where = computing_device(device)
             if where.type == "cpu":
                 devices.keep_freed_memory()
-            tuning = runs.tune_recipe(recipe, where, dtype=dtype, seconds=seconds)
+            tuning = runs.tune_recipe(recipe, where, dtype=dtype, seconds=seconds, compile=compile)
     if out is not None:
         out.write_text(tuning.to_toml(), encoding="utf-8")
     if json:

@@ -182,7 +182,8 @@ def _globs(pattern: list[str], path: list[str]) -> bool:
 class Plan:
     """Rules that together give every module its precision. An immutable value; `+` adds rules.
 
-    settings: level, dtype and layout that the rules were made for, or None; `prepare(plan=...)` takes them.
+    settings: level, dtype, layout and whether to compile, which the rules were made for, or None;
+        `prepare(plan=...)` takes them.
     """
 
     rules: tuple[PlanRule, ...] = ()

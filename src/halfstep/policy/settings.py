@@ -1,4 +1,4 @@
-"""What a plan may say beside its rules: level, dtype and layout, and what was measured of them."""
+"""What a plan may say beside its rules: level, dtype, layout and compiling, and what was measured of them."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ class Settings:
     level: str
     dtype: torch.dtype | None = None
     layout: str = "keep"
+    compile: bool = False
     reason: str = ""
     measured: tuple[Measured, ...] = ()
 
@@ -52,6 +53,7 @@ class Settings:
             "level": self.level,
             **({"dtype": dtype_name(self.dtype)} if self.dtype is not None else {}),
             "layout": self.layout,
+            **({"compile": True} if self.compile else {}),
             "reason": self.reason,
         }
 
@@ -66,7 +68,7 @@ class Settings:
 
 
 _Kinds = Mapping[str, type | tuple[type, ...]]
-_SETTINGS: _Kinds = dict.fromkeys(("level", "dtype", "layout", "reason"), str)
+_SETTINGS: _Kinds = {**dict.fromkeys(("level", "dtype", "layout", "reason"), str), "compile": bool}
 _NUMBERS = dict.fromkeys(("milliseconds", "loss_error", "gradient_error"), (int, float))
 _MEASURED: _Kinds = {"setting": str, **_NUMBERS, "note": str}
 

@@ -342,8 +342,9 @@ def tune_recipe(
     dtype: str | None = None,
     folder: str | None = None,
     seconds: float = SECONDS,
+    compile: bool = False,
 ) -> Tuning:
-    """Tune the recipe's model and optimizer on its first batch."""
+    """Tune the recipe's model and optimizer on its first batch; `compile` tries `model.compile()` too."""
     model, optimizer = recipe.build(0)
     model.to(device)
     x, y = (part.to(device) for part in next(iter(recipe.task(folder).train(0))))
@@ -355,4 +356,4 @@ def tune_recipe(
         amp.step()
         return loss.detach()
 
-    return tune(model, optimizer, step, x, y, dtype=dtype, seconds=seconds)
+    return tune(model, optimizer, step, x, y, dtype=dtype, seconds=seconds, compile=compile)

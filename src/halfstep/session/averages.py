@@ -22,8 +22,8 @@ def start_average(session: Any, model: nn.Module, decay: float) -> AveragedModel
         raise ConfigError(f"amp.averaged(decay={show(decay)}): expected a number from 0 up to below 1")
     if session.precision.stores_low and not session.precision.masters:
         raise UnsupportedError(
-            f"{session.level.name} has no fp32 weights, and an average of 16-bit ones stands still where they "
-            "change by less than half a unit: prepare at O2, or at O1"
+            f"{session.level.name} has no fp32 weights, and an average of 16-bit ones stands still "
+            "where they change by less than half a unit: prepare at O2, or at O1"
         )
     with session.evaluating():
         average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay), use_buffers=True)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from halfstep.convert.compiled import Compiled
 from halfstep.convert.conversion import Conversion
 from halfstep.convert.layout import Relayout
 from halfstep.errors import ConfigError
@@ -34,18 +35,20 @@ class MastersByNumber(dict[int, MasterWeights]):
 
 
 class Preparation:
-    """The conversions, masters, layout and hooks of one `prepare`; `revert` undoes them."""
+    """The conversions, masters, layout, compilation and hooks of one `prepare`; `revert` undoes them."""
 
     def __init__(
         self,
         optimizers: list[torch.optim.Optimizer],
         precision: Precision,
         layout: Relayout,
+        compiled: Compiled,
         conversions: list[Conversion],
         masters: dict[int, MasterWeights],
     ) -> None:
         self.optimizers, self.precision = optimizers, precision
-        self.layout, self.conversions, self.masters = layout, conversions, masters
+        self.layout, self.compiled = layout, compiled
+        self.conversions, self.masters = conversions, masters
         self.handles: list[RemovableHandle] = []
         """Of hooks on models and optimizers."""
         self.reverted = False
@@ -76,6 +79,7 @@ class Preparation:
         if self.conversions:
             fit_states(self.precision, self.optimizers)
         self.layout.revert()
+        self.compiled.revert()
         self.conversions, self.masters, self.reverted = [], {}, True
         self.remove_hooks()
 

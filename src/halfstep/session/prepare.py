@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from halfstep import devices
 from halfstep.casting.kernel_choice import Kernels, table_of
+from halfstep.convert.compiled import Compiled
 from halfstep.convert.conversion import Casting, Conversion
 from halfstep.convert.layout import Relayout, check_layout
 from halfstep.errors import ConfigError, PlanError, show, warn
@@ -34,7 +36,7 @@ from halfstep.session.preparation import MastersByNumber, OwnMasters, fit_states
 from halfstep.session.ranks import check_groups
 from halfstep.session.session import Models, Optimizers, Session
 from halfstep.trees import compute_device, each_parameter, parameters_of
-from halfstep.tuning.choices import LevelChoice
+from halfstep.tuning.choices import TORCHS, LevelChoice
 from halfstep.tuning.search import Tuning, search
 
 
@@ -203,6 +205,14 @@ def settings_of(
     return settings.level, settings.dtype, layout if layout != "keep" else settings.layout
 
 
+def check_compile(value: Any) -> bool:
+    """Return whether to compile; ConfigError for what is not True or False."""
+    if not isinstance(value, bool):
+        hint = "torch's options are for model.compile(...) after prepare()"
+        raise ConfigError(f"compile={show(value)}: expected True or False; {hint}")
+    return value
+
+
 def check_step(step: Any, batch: Any, seconds: Any, option: str) -> None:
     """Raise ConfigError for what training steps cannot be run with, where "auto" wants to."""
     if not callable(step):
@@ -237,7 +247,8 @@ def arguments_of(choice: LevelChoice, options: dict[str, Any], plan: Plan | None
         arguments["plan"] = plan
     if choice.rules.rules:
         arguments["plan"] = choice.rules
-    return {**arguments, "level": choice.level, "dtype": choice.dtype, "layout": choice.layout}
+    arguments |= {"level": choice.level, "dtype": choice.dtype, "layout": choice.layout}
+    return {**arguments, "compile": choice.compiled or options.get("compile", False)}
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -263,6 +274,7 @@ def prepare(
     norm_group: Any = None,
     group: Any = None,
     enabled: bool = True,
+    compile: bool = False,
 ) -> Session:
     """Make a model and its optimizers train in mixed precision; returns the `Session` that drives them.
 
@@ -277,7 +289,7 @@ def prepare(
         dtype: the compute dtype; None takes the level's word, the policy's or asks the device.
         policy: op rules, compute and output dtype, instead of the level's.
         plan: precision by module path, on top of the level, or the path of its TOML file; one with settings
-            (as `tune` writes it) gives level, dtype and layout too.
+            (as `tune` writes it) gives level, dtype, layout and compile too.
         layout: of convolution weights in memory: "keep", "channels_last", or "auto", the faster of the two.
         loss_scale: a LossScale, a number, "dynamic", "headroom" or "none"; None is dynamic for fp16 at O1 and
             O2 and none otherwise. A list gives each loss a scale of its own: `backward(loss, loss_id=1)` uses
@@ -300,7 +312,10 @@ def prepare(
             that is needed: DDP's `process_group`, the mesh of its shards, `norm_group`, or what these join
             together; for a model that nothing wraps all ranks, but kernels are each rank's own then.
         enabled: False trains in fp32 (level O0) whatever the other arguments say of precision, layout,
-            kernels and measuring, as `torch.autocast(enabled=False)` and `GradScaler(enabled=False)` do.
+            kernels, measuring and compiling, as `torch.autocast(enabled=False)` and
+            `GradScaler(enabled=False)` do.
+        compile: True calls `model.compile()`, which `revert()` undoes. With level="auto" it is tried for the
+            two fastest levels where the seconds allow, and kept where it is faster.
         step: for "auto": `step(amp, *batch)` makes one whole training step with the session it is given and
             returns the loss. Everything it changes is put back.
         batch: for "auto": what `step` is called with.
@@ -326,12 +341,16 @@ def prepare(
     if isinstance(level, str) and level.strip().lower() == "auto":
         level = "auto"
     level, dtype, layout = settings_of(plan, level, dtype, check_layout(layout))
+    settings = None if plan is None else plan.settings
+    compile = check_compile(compile) or (settings is not None and settings.compile)
     if "auto" in (level, layout):
         options = {"policy": policy, "loss_scale": loss_scale}
         options |= {"skip_nonfinite": skip_nonfinite, "max_skips": max_skips, "kernels": kernels}
         options |= {"on_nonfinite": on_nonfinite}
         options |= {"norm_group": norm_group, "group": group}
-        tuning = _choose(models, optimizers, step, batch, level, dtype, layout, plan, seconds, options)
+        tries = compile and level == "auto"
+        tuning = _choose(models, optimizers, step, batch, level, dtype, layout, plan, seconds, options, tries)
+        options["compile"] = compile and not tries
         session = prepare(models, optimizers, **arguments_of(tuning.choice, options, plan))
         session.tuning = tuning
         print(f"halfstep: {tuning.reason}", file=sys.stderr, flush=True)
@@ -345,17 +364,18 @@ def prepare(
     table = table_of(kernels)
     warn_of_lost_masters(precision, optimizers)
     relayout = Relayout(models if layout == "channels_last" else ())
+    compiled = Compiled(models if compile else ())
     conversions, masters = list[Conversion](), MastersByNumber()
     try:
         apply_precision(precision, models, optimizers, conversions, masters)
         session = Session(
-            models, optimizers, precision, table, device, skips, relayout, conversions, masters,
+            models, optimizers, precision, table, device, skips, relayout, compiled, conversions, masters,
             max_skips=max_skips, on_nonfinite=on_nonfinite, norm_group=norm_group, group=group,
         )  # fmt: skip
     except Exception:
         for conversion in conversions:
             conversion.revert(OwnMasters(optimizers))
-        for part in (*masters.values(), relayout):
+        for part in (*masters.values(), relayout, compiled):
             part.revert()
         raise
     for conversion in conversions:
@@ -377,12 +397,14 @@ def tune(
     layout: str = "auto",
     plan: Plan | str | Path | None = None,
     seconds: float = 60.0,
+    compile: bool = False,
     **options: Any,
 ) -> Tuning:
     """Measure on the model itself which level, layout and plan by module train it fastest on this machine.
 
     O0, O1 and O2 are tried, then channels_last for the fastest, then fp32 for the modules that are faster in
-    it; taken is the fastest whose first step stays near fp32's loss and gradients. Afterwards weights,
+    it; taken is the fastest whose first step stays near fp32's loss and gradients. Plain torch.autocast is
+    timed beside them, and the reason says so where it is faster than what is taken. Afterwards weights,
     gradients, optimizer states, buffers and random generators are as before, bit for bit, and nothing is
     prepared: `prepare(model, optimizer, plan=found.plan)` does that, or `prepare(level="auto")` both.
 
@@ -395,6 +417,8 @@ def tune(
         layout: "auto" tries channels_last where the model has convolutions, "keep" does not.
         plan: rules of your own on top of O1 and O2; no others are then looked for.
         seconds: measure no longer than this.
+        compile: True also tries `model.compile()` for the two fastest levels, while the seconds allow; the
+            reason says what compiling took and what it bought.
         options: further arguments of `prepare`, such as policy or loss_scale.
 
     Raises:
@@ -402,7 +426,8 @@ def tune(
     """
     models, optimizers = as_models(model), as_optimizers(optimizer)
     user_plan, layout = read_plan(plan), check_layout(layout)
-    return _choose(models, optimizers, step, batch, "auto", dtype, layout, user_plan, seconds, options)
+    tries = check_compile(compile)
+    return _choose(models, optimizers, step, batch, "auto", dtype, layout, user_plan, seconds, options, tries)
 
 
 def _choose(
@@ -416,6 +441,7 @@ def _choose(
     plan: Plan | None,
     seconds: float,
     options: dict[str, Any],
+    compiles: bool,
 ) -> Tuning:
     """Measure and decide; leaves everything as it was."""
     device = device_of(models)
@@ -423,17 +449,27 @@ def _choose(
     word = None if level == "auto" else level_of(level)[1]
     low = dtype_of(dtype) if dtype is not None else word or devices.default_dtype(device)
     fixed = level if isinstance(level, str) else level.name
+
+    def make(choice: LevelChoice) -> Session:
+        if choice.level != TORCHS:
+            return prepare(models, optimizers, **arguments_of(choice, options, plan))
+        others = {key: value for key, value in options.items() if key not in ("policy", "kernels")}
+        session = prepare(models, optimizers, "O1", dtype=low, **others)
+        session.autocast = partial(torch.autocast, device.type, low)  # type: ignore[method-assign]
+        return session
+
     return search(
         models,
         optimizers,
         step,
         batch,
-        lambda choice: prepare(models, optimizers, **arguments_of(choice, options, plan)),
+        make,
         dtype=dtype_name(low),
         device=device,
         level=None if level == "auto" else fixed,
         relayout=layout == "auto",
         by_module=plan is None,
+        compiles=compiles,
         seconds=seconds,
         group=options.get("group"),
     )

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from halfstep import devices
 from halfstep.casting.context import autocast
 from halfstep.casting.kernel_choice import KernelTable
+from halfstep.convert.compiled import Compiled
 from halfstep.convert.conversion import Conversion, is_converted
 from halfstep.convert.in_place import undo_copy
 from halfstep.convert.layout import Relayout
@@ -47,6 +48,7 @@ class Setup:
         device: torch.device,
         skip_nonfinite: bool,
         layout: Relayout,
+        compiled: Compiled,
         conversions: list[Conversion],
         masters: dict[int, MasterWeights],
     ) -> None:
@@ -54,7 +56,7 @@ class Setup:
         self._checked_device = device
         """The device whose dtypes were checked."""
         self.policy, self.kernels, self.skip_nonfinite = precision.policy, kernels, skip_nonfinite
-        self._preparation = Preparation(optimizers, precision, layout, conversions, masters)
+        self._preparation = Preparation(optimizers, precision, layout, compiled, conversions, masters)
         self.tuning: Tuning | None = None
         self.evaluates = False
         """Whether stand-ins are in the place of 16-bit weights."""
@@ -194,7 +196,7 @@ class Setup:
             _MODELS[unwrap(model)] = weakref.ref(self)
         for listener in session_listeners:
             listener(self)
-        changed = [c.model for c in self.conversions if c.changes]
+        changed = self.models if preparation.compiled else [c.model for c in self.conversions if c.changes]
         handles += [model.register_load_state_dict_post_hook(Prepared(preparation)) for model in changed]
 
 

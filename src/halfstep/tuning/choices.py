@@ -6,8 +6,8 @@ stays near fp32, and fp32 itself where nothing beats it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import isfinite
 
 import torch
@@ -25,6 +25,9 @@ WORTH = 0.98
 #: a wrong or overflowing gradient is at 1 or more.
 ULPS = 128
 
+#: The level of what is timed beside the choices: torch's own region around fp32 weights.
+TORCHS = "torch.autocast"
+
 #: Why a choice was not measured where the seconds were spent before.
 NO_TIME = "no time was left to measure it"
 
@@ -37,12 +40,13 @@ LOSS_ULPS = 4
 
 @dataclass(frozen=True)
 class LevelChoice:
-    """A level in a dtype (None in fp32), the memory layout, and the rules of a plan on top."""
+    """A level in a dtype (None in fp32), the memory layout, the rules of a plan, and whether compiled."""
 
     level: str
     dtype: str | None = None
     layout: str = "keep"
     rules: Plan = field(default_factory=Plan.empty)
+    compiled: bool = False
 
     @property
     def label(self) -> str:
@@ -50,6 +54,7 @@ class LevelChoice:
         words = [self.level, self.dtype or ""]
         words += [self.layout if self.layout != "keep" else ""]
         words += [f"plan of {len(self.rules)}" if self.rules.rules else ""]
+        words += ["compiled" if self.compiled else ""]
         return " ".join(word for word in words if word)
 
 
@@ -58,15 +63,17 @@ class Trial:
     """What was seen of a choice: seconds of its steps, and how far one step was from fp32's.
 
     loss_error, gradient_error: |x - x32| / |x32| over the first step from the same weights; None where there
-    was nothing to compare. failed: why it is out of the question, or None. Of a script that does not use
-    halfstep also the losses of its steps, the peak bytes of tensors in one, how many were skipped, and what
-    it `uses` of torch that halfstep's lines take the place of.
+    was nothing to compare. compiling: seconds of its first step, where that compiled. failed: why it is out
+    of the question, or None. Of a script that does not use halfstep also the losses of its steps, the peak
+    bytes of tensors in one, how many were skipped, and what it `uses` of torch that halfstep's lines take the
+    place of.
     """
 
     choice: LevelChoice
     seconds: tuple[float, ...] = ()
     loss_error: float | None = None
     gradient_error: float | None = None
+    compiling: float | None = None
     failed: str | None = None
     losses: tuple[float, ...] = ()
     peak_bytes: int | None = None
@@ -88,6 +95,11 @@ class Trial:
     def usable(self) -> bool:
         """Whether it was measured and is near fp32's numbers."""
         return self.failed is None and self.too_far is None
+
+    @property
+    def is_choice(self) -> bool:
+        """Whether it may be taken: torch.autocast is usable, and only timed."""
+        return self.usable and self.choice.level != TORCHS
 
     @property
     def too_far(self) -> str | None:
@@ -123,17 +135,41 @@ def decide(trials: Sequence[Trial]) -> tuple[LevelChoice, str]:
     """Return the fastest that is near the first one's numbers, or the first where none is worth it; and why.
 
     The first is what there is without a choice (fp32, as a rule); earlier ones are plainer than later ones.
+    Compiling must be worth it beside the fastest that is not compiled. torch.autocast is never taken.
     """
+    choice, reason = _decide([t for t in trials if t.choice.level != TORCHS])
+    return choice, "; ".join([reason, *_remarks({t.choice: t for t in trials}, choice)])
+
+
+def _remarks(trials: Mapping[LevelChoice, Trial], taken: LevelChoice) -> list[str]:
+    """What compiling cost and bought, and torch.autocast where it is faster than what is taken."""
+    remarks: list[str] = []
+    for choice, trial in ((c, t) for c, t in trials.items() if t.usable):
+        plain, label, ms = replace(choice, compiled=False), choice.label, trial.time * 1e3
+        if trial.compiling is not None:
+            speed = speed_in_words(trial.time / trials[plain].time)
+            speed += " as" if speed == "as fast" else " than"
+            remarks.append(f"{label} is {speed} {plain.label}, after {trial.compiling:.2g} s of compiling")
+        if choice.level == TORCHS and (share := trial.time / trials[taken].time) <= WORTH:
+            remarks.append(
+                f"{label} without halfstep is {speed_in_words(share)} than that ({ms:.4g} ms a step)"
+            )
+    return remarks
+
+
+def _decide(trials: Sequence[Trial]) -> tuple[LevelChoice, str]:
     base, others = trials[0], trials[1:]
     usable = [t for t in others if t.usable]
     refused = [f"{t.choice.label}: {t.failed or t.too_far}" for t in others if not t.usable]
-    if others and all(t.failed == NO_TIME for t in others):
+    if others and all((t.failed or "").startswith(NO_TIME) for t in others):
         why = "nothing else was measured in the time there was; give more by seconds= (--seconds)"
         return base.choice, f"{base.choice.label}: {why}"
     if not usable:
         return base.choice, "; ".join([f"{base.choice.label}: nothing else can be used", *refused])
     base_name = "fp32" if base.choice.dtype is None else base.choice.label
-    best = min(usable, key=lambda t: t.time)
+    plain = min(t.time for t in (base, *usable) if not t.choice.compiled)
+    worth = [t for t in usable if not t.choice.compiled or t.time <= WORTH * plain]
+    best = min(worth or usable, key=lambda t: t.time)
     share = best.time / base.time
     speed = speed_in_words(share)
     times = f"({best.time * 1e3:.4g} ms a step against {base.time * 1e3:.4g} ms)"

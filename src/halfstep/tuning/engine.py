@@ -27,6 +27,7 @@ from halfstep.errors import ConfigError, HalfstepError, HalfstepWarning
 from halfstep.numerics.snapshot import Snapshot, StepParticipants
 from halfstep.optim import split
 from halfstep.optim.master_link import weight_of
+from halfstep.rng import random_state
 from halfstep.torch_private import pytree
 from halfstep.trees import compute_device, parameters_of
 from halfstep.tuning.choices import NO_TIME, LevelChoice, Trial
@@ -37,6 +38,9 @@ Step = Callable[..., Any]
 
 #: Steps that a dynamic loss scale may skip before one counts.
 SKIPS = 24
+
+#: Seconds that the first compilation is taken to need: Inductor's for a GPT of four layers with empty caches.
+COMPILING = 30.0
 
 #: Where the seconds that are left hold so many steps, a first timing is taken twice: the first may compile.
 PLENTY = 10
@@ -168,6 +172,10 @@ class Bench:
         self._clock = clock_of(self._device)
         self._bases: dict[str, FirstStep] = {}
         self._plain = LevelChoice("O0")
+        self._draws = False
+        """Whether a step draws random numbers: compiled code draws others."""
+        self.compiling = COMPILING
+        """Seconds that a compilation is taken to need: what the last one took, once there was one."""
 
     @contextmanager
     def enter(self, choice: LevelChoice) -> Generator[Any]:
@@ -195,6 +203,9 @@ class Bench:
 
         Two steps like those seen before must fit into the seconds that are left, its tensors into memory.
         """
+        if choice.compiled and (seconds_left := self.budget.seconds_left()) < self.compiling:
+            needs, left = f"compiling takes about {self.compiling:.2g} s", f"{max(0.0, seconds_left):.2g} s"
+            return Trial(choice, failed=f"{NO_TIME}: {needs}, and {left} of `seconds` are left")
         if self._bases and not self.budget.affords(choice.label, 2 + (choice.layout not in self._bases)):
             return Trial(choice, failed=NO_TIME)
         lacking = next(filter(None, gather(self._lacking(choice), self.budget.group)), None)
@@ -218,17 +229,22 @@ class Bench:
                     self._bases[choice.layout] = self._run_first_step(session)
             with self.enter(choice) as session:
                 began, probes = time.perf_counter(), measurements.probes
+                generators = _generators()
                 first_step = self._run_first_step(session, None if begins else self._bases.get(choice.layout))
                 spent = time.perf_counter() - began
+                if choice.compiled:
+                    self.compiling = self.budget.of_first_rank(spent)
                 if begins:
+                    self._draws = not all(map(torch.equal, generators, _generators()))
                     self.budget.begin()  # kernels that compile are not measuring
                 seconds_left = self.budget.seconds_left()
                 probed = measurements.probes > probes  # only a first step measures kernels
-                slow = not begins and (seconds_left <= 0 or (not probed and spent > max(1.0, seconds_left)))
+                slow = seconds_left <= 0 or (not probed and spent > max(1.0, seconds_left))
+                slow = slow and not begins and not choice.compiled  # what took so long is not thrown away
                 if self.budget.of_first_rank(slow):
                     return Trial(choice, failed=NO_TIME)
                 # The least of two steps where there is time: the first ones may compile.
-                steps = [self._time_step(session, choice)]
+                steps = [self._time_step(session, choice) for _ in range(3 if choice.compiled else 1)]
                 if self.budget.affords(choice.label, PLENTY):
                     steps.append(self._time_step(session, choice))
                 seconds = min(steps)
@@ -239,16 +255,21 @@ class Bench:
             if begins:
                 self._bases[choice.layout], self._plain = first_step, choice
                 self.budget.begin(self.budget.around + (1 + len(steps)) * self.budget.step(choice.label))
-            return Trial(choice, (seconds,), *self._errors(choice, first_step))
+            compiling = spent if choice.compiled else None
+            return Trial(choice, (seconds,), *self._errors(choice, first_step), compiling)
         except (HalfstepError, RuntimeError, TypeError, ValueError) as error:
             return Trial(choice, failed=" ".join(str(error).split())[:200])
 
     def _errors(self, choice: LevelChoice, first_step: FirstStep) -> tuple[float | None, float | None]:
-        """Return the distances from the base in the same layout: another one draws another dropout mask."""
-        if choice.layout in self._bases:
-            return first_step.distance(self._bases[choice.layout])
-        self._bases[choice.layout] = first_step
-        far = first_step.distance(self._bases[self._plain.layout])
+        """Return the distances from the base in the same layout.
+
+        Another layout draws another dropout mask, and so does compiled code.
+        """
+        base = self._bases.get(choice.layout)
+        if base is not None and not (choice.compiled and self._draws):
+            return first_step.distance(base)
+        far = first_step.distance(base or self._bases[self._plain.layout])
+        self._bases.setdefault(choice.layout, first_step)
         return (None, None) if all(e is None or math.isfinite(e) for e in far) else far
 
     def _run_first_step(self, session: Any, base: FirstStep | None = None) -> FirstStep:
@@ -312,6 +333,11 @@ def _worst(errors: Sequence[float | None]) -> float | None:
 #: Bytes that training with a copy of the weights and of the gradients may take for one of the weights. Where
 #: an accelerator has not so many, the copies are on the host.
 ROOM = 6
+
+
+def _generators() -> list[Tensor]:
+    """Return the states of random generators that are tensors: torch's on every device, and numpy's."""
+    return [leaf for leaf in pytree.tree_leaves(random_state()) if isinstance(leaf, Tensor)]
 
 
 def _bytes(tensors: Iterable[Any]) -> int:

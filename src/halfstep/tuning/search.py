@@ -1,6 +1,6 @@
-"""The search: levels first, then layouts for the fastest, then fp32 for the modules that are faster in it.
+"""The search: levels, then layouts and compiling for the fastest, then fp32 for the modules faster in it.
 
-The outcome is a plan whose settings name level, dtype and layout with the measured times as reasons:
+The outcome is a plan whose settings name level, dtype, layout and whether to compile, with times:
 `hs.prepare(plan=...)` loads it, here or from TOML.
 """
 
@@ -21,7 +21,7 @@ from halfstep.formats import parse_dtype
 from halfstep.policy.plan import Plan
 from halfstep.policy.settings import Measured, Settings
 from halfstep.ratios import number
-from halfstep.tuning.choices import LevelChoice, Trial, decide
+from halfstep.tuning.choices import TORCHS, LevelChoice, Trial, decide
 from halfstep.tuning.engine import Bench, Step
 from halfstep.tuning.modules import cast_cost, flow_of, plan_by_module
 
@@ -57,12 +57,13 @@ class Tuning:
 
     @property
     def plan(self) -> Plan:
-        """Level, dtype, layout and rules by module, with the measured times as reasons."""
+        """Level, dtype, layout, compiling and rules by module, with the measured times as reasons."""
         choice = self.choice
         settings = Settings(
             level=choice.level,
             dtype=None if choice.dtype is None else parse_dtype(choice.dtype),
             layout=choice.layout,
+            compile=choice.compiled,
             reason=self.reason,
             measured=tuple(map(_as_measured, self.trials)),
         )
@@ -98,6 +99,7 @@ def search(
     level: str | None = None,
     relayout: bool = True,
     by_module: bool = True,
+    compiles: bool = False,
     seconds: float = SECONDS,
     group: Group | None = None,
 ) -> Tuning:
@@ -111,7 +113,7 @@ def search(
     bench = Bench(models, optimizers, step, batch, make, seconds, group)
     plain = LevelChoice("O0") if level in (None, "O0") else LevelChoice(level, dtype)
     others = [LevelChoice(name, dtype) for name in ("O1", "O2")] if level is None else []
-    trials = _search(bench, plain, others, device, relayout, by_module and level is None)
+    trials = _search(bench, plain, others, device, relayout, by_module and level is None, compiles)
     if trials[0].failed is not None:
         raise ConfigError(f"no step can be taken at {trials[0].choice.label}: {trials[0].failed}")
     trials = bench.budget.of_first_rank(trials)
@@ -125,8 +127,12 @@ def _search(
     device: torch.device,
     relayout: bool,
     by_module: bool,
+    compiles: bool,
 ) -> list[Trial]:
-    """Try the levels, then channels_last for the two fastest, then plans by module; returns every trial."""
+    """Try levels and torch.autocast, then channels_last for the two fastest, compiling, plans by module.
+
+    Returns every trial.
+    """
     trials = [bench.first(plain)]
     if trials[0].failed is not None and not trials[0].too_large:
         return trials
@@ -134,16 +140,20 @@ def _search(
     trials.sort(key=lambda trial: trial.too_large)  # the first is what others are measured against
     if trials[0].failed is not None:
         return trials
+    if others:
+        trials.append(bench.first(LevelChoice(TORCHS, others[0].dtype)))
     by_module = by_module and trials[0].choice.dtype is None
     for trial in _best(bench, trials, 2) if relayout else ():
         trials.append(bench.first(replace(trial.choice, layout="channels_last")))
     trials = _turns(bench, trials, FIRST_ROUNDS, HOPELESS)
+    for choice in _levels(bench, trials) if compiles and others else ():
+        trials.append(bench.first(replace(choice, compiled=True)))
     if by_module:
         trials += [bench.first(choice) for choice in _by_module(bench, trials, device)]
     trials = _turns(bench, trials, LAST_ROUNDS, NEAR)
     for _ in range(CLOSE_TURNS):
         trials = _turns(bench, trials, LAST_ROUNDS, CLOSE)
-        times = sorted(t.time for t in trials if t.usable)
+        times = sorted(t.time for t in trials if t.is_choice)
         if bench.budget.of_first_rank(not any(time <= CLOSE * times[0] for time in times[1:])):
             break
     return trials
@@ -152,12 +162,20 @@ def _search(
 def _best(bench: Bench, trials: Sequence[Trial], count: int) -> list[Trial]:
     """Return the fastest usable trials as rank 0 saw them."""
     order = sorted(range(len(trials)), key=lambda i: trials[i].time)
-    return [trials[i] for i in bench.budget.of_first_rank(order) if trials[i].usable][:count]
+    return [trials[i] for i in bench.budget.of_first_rank(order) if trials[i].is_choice][:count]
+
+
+def _levels(bench: Bench, trials: Sequence[Trial]) -> list[LevelChoice]:
+    """Return the two fastest levels, each in its faster layout."""
+    fastest: dict[str, LevelChoice] = {}
+    for trial in _best(bench, trials, len(trials)):
+        fastest.setdefault(trial.choice.level, trial.choice)
+    return list(fastest.values())[:2]
 
 
 def _turns(bench: Bench, trials: list[Trial], rounds: int, near: float) -> list[Trial]:
     """Time what is within `near` of the best, and fp32, in turns."""
-    best = min((t.time for t in trials if t.usable), default=float("inf"))
+    best = min((t.time for t in trials if t.is_choice), default=float("inf"))
     chosen = bench.budget.of_first_rank(
         [i for i, t in enumerate(trials) if i == 0 or (t.failed is None and t.time <= near * best)]
     )
@@ -173,7 +191,8 @@ def _by_module(bench: Bench, trials: Sequence[Trial], device: torch.device) -> l
         return []
     choices: list[LevelChoice] = []
     for level in ("O1", "O2"):
-        level_trials = [t for t in trials if t.usable and t.choice.level == level and t.choice.dtype]
+        plain = [t for t in trials if t.usable and not t.choice.compiled]
+        level_trials = [t for t in plain if t.choice.level == level and t.choice.dtype]
         for trial in _best(bench, level_trials, 1):
             if not bench.budget.affords(trial.choice.label, PROFILED):
                 return choices
