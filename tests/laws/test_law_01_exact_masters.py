@@ -102,9 +102,12 @@ def test_all_patterns_bf16(part: int):
 
 @pytest.mark.exhaustive
 def test_all_patterns_bf16_in_the_compiled_kernels():
+    types = pytest.importorskip("numba").types
     k = pytest.importorskip("halfstep.kernels.cpu.bits")
-    away, lacking, rejoin, as_float = k.bf16_away, k.lacking_bf16, k.join_bf16, k.float_of
-    bits_of, magnitude, inf, i32 = k.bits_of, k.MASK, k.INF_BITS, np.int32
+    away, lacking = k.emitted(types.int16)(k.bf16_away), k.emitted(types.int16)(k.lacking_bf16)
+    rejoin, as_float = k.emitted(types.float32)(k.join_bf16), k.emitted(types.float32)(k.float_of)
+    bits_of, i32 = k.emitted(types.int32)(k.bits_of), np.int32
+    magnitude, inf = i32(k.MASK), i32(k.INF_BITS)
 
     @k.compiled("int64(int64,int64)", "mismatches")
     def mismatches(first: int, last: int) -> int:

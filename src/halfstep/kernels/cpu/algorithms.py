@@ -3,60 +3,7 @@
 # pyright: reportUnknownLambdaType=false
 """CPU kernels: optim/algorithms.py once more, as what emits it for a number or a vector of them."""
 
-from __future__ import annotations
-
-from functools import cache
-from typing import Any
-
-from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
-
 from halfstep.kernels import codes as L
-
-
-class Value:
-    """Some fp32 numbers of LLVM, or vectors of them: Python's operators emit its correctly rounded ones.
-
-    Several are worked on in turns: so the processor need not wait for one to begin the next.
-    """
-
-    def __init__(self, builder: Any, *llvm: Any) -> None:
-        self.b, self.llvm = builder, llvm
-
-    def _each(self, emit: Any, other: Value) -> Value:
-        return Value(self.b, *map(emit, self.llvm, other.llvm))
-
-    def __add__(self, other: Value) -> Value:
-        return self._each(self.b.fadd, other)
-
-    def __sub__(self, other: Value) -> Value:
-        return self._each(self.b.fsub, other)
-
-    def __mul__(self, other: Value) -> Value:
-        return self._each(self.b.fmul, other)
-
-    def __truediv__(self, other: Value) -> Value:
-        return self._each(self.b.fdiv, other)
-
-    def sqrt(self) -> Value:
-        """The square root."""
-        kind = self.llvm[0].type
-        name = f"llvm.sqrt.v{kind.count}f32" if isinstance(kind, ir.VectorType) else "llvm.sqrt.f32"
-        root = self.b.module.globals.get(name)
-        root = root or ir.Function(self.b.module, ir.FunctionType(kind, [kind]), name)
-        return Value(self.b, *(self.b.call(root, [x]) for x in self.llvm))
-
-    def sign_times(self, other: Value) -> Value:
-        """`other` where this is above 0, minus it below, else 0 (where this is a NaN too)."""
-        b, zero = self.b, ir.Constant(self.llvm[0].type, None)
-
-        def emit(x: Any, y: Any) -> Any:
-            above = b.select(b.fcmp_ordered(">", x, zero), y, zero)
-            return b.select(b.fcmp_ordered("<", x, zero), b.fneg(y), above)
-
-        return self._each(emit, other)
-
 
 # The first result emits the new weight when it is called, which may be after the moments of another vector: a
 # processor looks a few hundred operations ahead, and those that wait for a root would fill that up.
@@ -109,21 +56,3 @@ ALGORITHMS = {
     L.SGD_MOMENTUM: sgd_momentum,
     L.SGD_NESTEROV: sgd_nesterov,
 }
-
-
-@cache
-def advance(algorithm: int) -> Any:
-    """An algorithm for single elements: weight, moments and gradient to weight and moments."""
-
-    @intrinsic
-    def go(typingctx, w, g, m, v, s):
-        def codegen(context, builder, signature, args):
-            scalars = [Value(builder, builder.extract_value(args[4], i)) for i in range(8)]
-            w, *others = (Value(builder, x) for x in args[:4])
-            change, m, v = ALGORITHMS[algorithm](lambda: w, *others, scalars)
-            new = [x.llvm[0] for x in (change(), m, v)]
-            return context.make_tuple(builder, signature.return_type, new)
-
-        return types.Tuple((w, m, v))(w, g, m, v, s), codegen
-
-    return go

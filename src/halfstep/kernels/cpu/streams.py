@@ -2,8 +2,14 @@
 # pyright: reportMissingParameterType=false, reportUnknownParameterType=false, reportCallIssue=false
 """How the CPU kernels read and write weights, gradients and states, one element at a time."""
 
+from typing import Any
+
 from halfstep.kernels import codes as L
 from halfstep.kernels.cpu.bits import (
+    F32,
+    I8,
+    I16,
+    I32,
     INF_BITS,
     MASK,
     WEYL,
@@ -11,27 +17,19 @@ from halfstep.kernels.cpu.bits import (
     bf16_even,
     bf16_random,
     bits_of,
-    compiled,
     fp16_even,
     from_bf16,
     from_fp16,
-    i16,
-    i32,
     join_bf16,
     join_fp16,
     lacking_bf16,
     lacking_fp16,
+    load,
     mix,
-    peek_f32,
-    peek_i16,
-    peek_u8,
     pick,
-    poke_f32,
-    poke_i16,
-    poke_u8,
     read_signed,
     read_unsigned,
-    u32,
+    store,
     write_signed,
     write_unsigned,
 )
@@ -47,23 +45,15 @@ def moments_of(algorithm: int) -> int:
 # A stream of width 4 holds fp32, of width 2 the bits of 16-bit values, of width 1 codes; width 0: no stream.
 
 
-@compiled()
-def get_1(a, i):
-    return i32(peek_u8(a, i))
+def get(width: int, a, i) -> Any:
+    if width == 1:
+        return load(I8, a, i).to(I32)
+    return load(F32 if width == 4 else I16, a, i) if width else None
 
 
-@compiled()
-def get_0(a, i):
-    return i16(0)
-
-
-@compiled()
-def put_0(a, i, x):
-    pass
-
-
-GET = {4: peek_f32, 2: peek_i16, 1: get_1, 0: get_0}
-PUT = {4: poke_f32, 2: poke_i16, 1: poke_u8, 0: put_0}
+def put(width: int, a, i, x) -> None:
+    if width:
+        store(x, a, i)
 
 
 def widths(algorithm: int, weight: int, grad: int, state: int) -> tuple[int, int, int, int, int]:
@@ -83,79 +73,64 @@ def widths(algorithm: int, weight: int, grad: int, state: int) -> tuple[int, int
 # ---- storage to fp32 and back -----------------------------------------------------------------------------
 
 
-@compiled()
 def as_it_is(raw):
     return raw
 
 
-@compiled()
 def first_of(h, x):
     return h
 
 
-@compiled()
 def bf16_master_in(h, x):
     """The master, unless the weight was changed from outside: then the weight."""
-    return pick(bf16_away(x) == h, x, from_bf16(h))
+    return pick(bf16_away(x).equals(h), x, from_bf16(h))
 
 
-@compiled()
 def fp16_master_in(h, x):
-    return pick(fp16_even(x) == h, x, from_fp16(h))
+    return pick(fp16_even(x).equals(h), x, from_fp16(h))
 
 
-@compiled()
 def bf16_alone(h, x):
     return from_bf16(h)
 
 
-@compiled()
 def fp16_alone(h, x):
     return from_fp16(h)
 
 
-@compiled()
 def plain_out(w, random, key):
-    return w, i16(0), i32(0)
+    return w, None, 0
 
 
-@compiled()
 def bf16_exact_out(w, random, key):
     h = bf16_away(w)
-    return h, lacking_bf16(w, h), i32(0)
+    return h, lacking_bf16(w, h), 0
 
 
-@compiled()
 def bf16_master_out(w, random, key):
-    return bf16_away(w), w, i32(0)
+    return bf16_away(w), w, 0
 
 
-@compiled()
 def bf16_none_out(w, random, key):
-    return bf16_even(w), i16(0), i32(0)
+    return bf16_even(w), None, 0
 
 
-@compiled()
 def bf16_stochastic_out(w, random, key):
-    return bf16_random(w, mix(u32(u32(random * u32(WEYL)) + key))), i16(0), i32(0)
+    return bf16_random(w, mix(random * WEYL + key)), None, 0
 
 
-@compiled()
 def fp16_exact_out(w, random, key):
     h = fp16_even(w)
-    over = (i32(i32(h) & i32(0x7FFF)) == i32(0x7C00)) & (i32(bits_of(w) & MASK) < INF_BITS)
-    kept = i16(pick(over, i32(i32(h) - i32(1)), i32(h)))
-    return kept, i16(pick(over, i32(0), i32(lacking_fp16(w, h)))), pick(over, i32(1), i32(0))
+    over = (h & 0x7FFF).equals(0x7C00) & ((bits_of(w) & MASK) < INF_BITS)
+    return pick(over, h - 1, h), pick(over, 0, lacking_fp16(w, h)), pick(over, 1, 0)
 
 
-@compiled()
 def fp16_master_out(w, random, key):
-    return fp16_even(w), w, i32(0)
+    return fp16_even(w), w, 0
 
 
-@compiled()
 def fp16_none_out(w, random, key):
-    return fp16_even(w), i16(0), i32(0)
+    return fp16_even(w), None, 0
 
 
 WEIGHT_IN = {
@@ -181,19 +156,16 @@ WEIGHT_OUT = {
 GRAD_IN = {L.BF16: from_bf16, L.FP16: from_fp16, L.FP32: as_it_is}
 
 
-@compiled()
 def fp32_out(value, exponent, random):
     return value
 
 
-@compiled()
 def first_bf16_out(value, exponent, random):
     return bf16_random(value, random)
 
 
-@compiled()
 def second_bf16_out(value, exponent, random):
-    return bf16_random(value, u32(random >> u32(16)))
+    return bf16_random(value, random.down(16))
 
 
 STATE_IN = ((first_of, first_of), (bf16_alone, bf16_alone), (read_signed, read_unsigned))

@@ -21,10 +21,9 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from halfstep.kernels import codes as L
-from halfstep.kernels.cpu.algorithms import ALGORITHMS, Value
-from halfstep.kernels.cpu.bits import MIX, WEYL
+from halfstep.kernels.cpu.algorithms import ALGORITHMS
+from halfstep.kernels.cpu.bits import I8, I16, I32, I64, MIX, WEYL, Value
 
-I8, I16, I32, I64 = (ir.IntType(n) for n in (8, 16, 32, 64))
 BYTES, WORDS, INTS = ir.VectorType(I8, 32), ir.VectorType(I16, 32), ir.VectorType(I32, 16)
 FLOATS = ir.VectorType(ir.FloatType(), 16)
 # Elements 4s to 4s+3 of each 8, s = 0 or 1, of two vectors of 32: a low and a high half of every float.
