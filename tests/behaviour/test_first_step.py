@@ -56,6 +56,13 @@ def test_a_region_around_the_loss_alone_is_told():
         amp.step()
 
 
+def test_who_keeps_all_of_it_in_fp32_by_a_plan_is_told_of_the_level_that_does():
+    model, plan = small(), hs.Plan((hs.PlanRule("**", dtype="fp32"),))
+    amp = hs.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), plan=plan)
+    with pytest.warns(hs.HalfstepWarning, match=NO_OP + r".*the plan is to keep all of it in fp32.*level O0"):
+        in_region(amp)
+
+
 @pytest.mark.parametrize("cell", [nn.LSTM, nn.GRU, nn.Conv1d])
 def test_every_kind_of_layer_is_seen(cell):
     torch.manual_seed(0)

@@ -16,6 +16,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 ROUNDING = {BF16: 2**-8, FP16: 2**-11}
 USES = 8192
 INDEX = torch.arange(USES) % 3
+BELOW_0 = INDEX - 2
 
 
 def error(got: Tensor, right: Tensor) -> float:
@@ -163,7 +164,7 @@ LOOK_UPS: dict[str, tuple[Callable[[Tensor], Tensor], tuple[int, ...]]] = {
     "embedding, int32": (lambda w: F.embedding(INDEX.int(), w), (5, 4)),
     "embedding, padding": (lambda w: F.embedding(INDEX, w, padding_idx=1), (5, 4)),
     "embedding, by frequency": (lambda w: F.embedding(INDEX, w, scale_grad_by_freq=True), (5, 4)),
-    "w[index]": (lambda w: w[INDEX - 2], (5, 4)),
+    "w[index]": (lambda w: w[BELOW_0], (5, 4)),
     "w[index] of one": (lambda w: w[INDEX], (5,)),
     "w[:, index]": (lambda w: w[:, INDEX], (4, 5)),
     "w[index, index]": (lambda w: w[INDEX, INDEX % 2], (5, 4)),

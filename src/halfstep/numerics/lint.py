@@ -139,7 +139,8 @@ class LintProbe:
         """Return the findings of the step."""
         weights = [*_unfit_weights(self._session)]
         if self._uncast and not weights:
-            return [*self.findings, Finding("no region", self._uncast, *no_region(self._session.policy))]
+            fault = no_region(self._session.policy, self._session.conversions)
+            return [*self.findings, Finding("no region", self._uncast, *fault)]
         return [*self.findings, *weights]
 
     def observe(self, node: Node, finite: bool) -> None:

@@ -35,10 +35,13 @@ def casts_weights(level: Level, policy: Policy) -> bool:
     return level.cast_ops and level.param_role == "full" and policy.compute_dtype in LOW_DTYPES
 
 
-def no_region(policy: Policy) -> Fault:
-    """Return the fault of a step whose ops ran in fp32."""
+def no_region(policy: Policy, conversions: Iterable[Any]) -> Fault:
+    """Return the fault of a step whose ops ran in fp32, which a plan may have asked for."""
     text = f"no op ran in {dtype_name(policy.compute_dtype)}: the step computed in fp32"
-    return text, "compute model and loss inside `with amp.autocast():`, or prepare at level O0"
+    cure = "compute model and loss inside `with amp.autocast():`"
+    if any(conversion.changes for conversion in conversions):
+        return text, f"{cure}; where the plan is to keep all of it in fp32, prepare at level O0 in its place"
+    return text, f"{cure}, or prepare at level O0"
 
 
 def weights_fault(

@@ -17,6 +17,7 @@ from typing import Any, Never
 
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
 from halfstep.casting import kernel_choice
 from halfstep.casting.kernel_facts import does_not_pay
@@ -39,6 +40,7 @@ from halfstep.policy.levels import LOW_DTYPES
 from halfstep.scaling.loss_scale import LossScale, NoLossScale
 from halfstep.scaling.skips import SkipCount
 from halfstep.session import loading, saving
+from halfstep.session.averages import start_average
 from halfstep.session.checks import (
     BROKEN_OFF,
     LEFTOVER_GRADIENTS,
@@ -454,7 +456,7 @@ class Session(Setup):
         fault = next((row[1:] for row in find_idle_steps(self.optimizers)), None)
         fault = fault or weights_fault(self.level, self.policy, self.optimizers, weights)
         if fault is None and self._wide and not self._off and casts_weights(self.level, self.policy):
-            fault = no_region(self.policy)
+            fault = no_region(self.policy, self.conversions)
         if fault is not None:
             warn(f"{fault[0]}: {fault[1]} (said once)")
 
@@ -518,6 +520,19 @@ class Session(Setup):
         for listener in (*self.listeners,):
             listener(self, outcome)
         return outcome
+
+    def averaged(self, decay: float = 0.999) -> AveragedModel:
+        """Return an fp32 average of the first model's weights (an EMA), updated by every step that is taken.
+
+        After a step the average is `decay` times itself plus `1 - decay` times the weights: the fp32 masters
+        at O2, floating buffers likewise. It begins as the weights are now, is a `torch.optim.swa_utils.
+        AveragedModel` in eval mode (call it, save its `state_dict()`), and is followed while somebody keeps
+        it. Where steps can be skipped that takes one wait for an accelerator each, as `scheduler=` does.
+
+        Raises:
+            ConfigError: a decay that is not a number in [0, 1). UnsupportedError: a sharded model, or O3.
+        """
+        return start_average(self, self.model, decay)
 
     def step_without_batch(self) -> None:
         """Take part in a step of ranks that still have batches; see `halfstep.distributed.join`."""

@@ -269,7 +269,7 @@ class TorchStepper(Stepper):
             return Update(False, True)
         if inv_scale is not None:
             unscale_(self.gradients(), inv_scale)
-        norm = self._clip(clip, self.gradients())
+        norm = None if clip is None else self._clip(clip, self.gradients())
         self.optimizer.step()
         return Update(True, False, norm)
 
