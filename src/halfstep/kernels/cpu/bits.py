@@ -22,7 +22,7 @@ from numba.extending import intrinsic
 
 from halfstep.kernels import codes as L
 
-I1, I8, I16, I32, I64 = (ir.IntType(n) for n in (1, 8, 16, 32, 64))
+I8, I16, I32, I64 = (ir.IntType(n) for n in (8, 16, 32, 64))
 F32, F64 = ir.FloatType(), ir.DoubleType()
 MASK = 0x7FFFFFFF
 INF_BITS = 0x7F800000
@@ -140,8 +140,8 @@ def least(x, y):
     return pick(x < y, x, y)
 
 
-def emitted(result: Any = None, literals: int = 0) -> Callable[..., Any]:
-    """Make a function of values one that kernels call, with its result's type or that of its first argument.
+def emitted(result: Any, literals: int = 0) -> Callable[..., Any]:
+    """Make a function of values one that kernels call, with the type that Numba gives its result.
 
     It gets a tuple as a list of values, and returns one so; so many arguments are literals, and come as one
     tuple of numbers before the others.
@@ -161,7 +161,7 @@ def emitted(result: Any = None, literals: int = 0) -> Callable[..., Any]:
                     return context.make_tuple(builder, types_of.return_type, [x.llvm[0] for x in new])
                 return context.get_dummy_value() if new is None else new.llvm[0]
 
-            return (kinds[0] if result is None else result)(*kinds), codegen
+            return result(*kinds), codegen
 
         given = list(signature(function).parameters)
         names = ["typingctx", *(f"literal{i}" for i in range(literals)), *given[bool(literals) :]]

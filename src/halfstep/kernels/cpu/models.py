@@ -4,8 +4,8 @@
 """CPU kernels for whole models: they walk a table of addresses, so that one call updates or measures it all.
 
 Numba finds a compiled kernel on disk by the values its function closes over, and functions of its own have
-another value in every process. So the kernels close over numbers alone and call stand-ins, which these
-numbers overload; else every process would compile them again and leave one more file behind.
+another value in every process. So the kernels close over numbers alone and hand them, as literals, to what
+is compiled for these; else every process would compile them again and leave one more file behind.
 """
 
 from functools import cache
@@ -35,7 +35,6 @@ from halfstep.kernels.cpu.bits import (
     emitted,
     float_of,
     fp16_even,
-    least,
     load,
     loop,
     most,
@@ -43,7 +42,7 @@ from halfstep.kernels.cpu.bits import (
     widest_vectors,
 )
 from halfstep.kernels.cpu.streams import GRAD_IN, get, widths
-from halfstep.kernels.cpu.update import core, exponents_of
+from halfstep.kernels.cpu.update import block_exponents, core
 
 FLUSH = 1024  # gradients whose squares are added in fp32 before float64 takes over
 NARROW, WIDE = 0, 1  # how `measurer` adds squares up: in fp32, or all in float64
@@ -56,9 +55,7 @@ MODULES = algorithms, _numba_bits, streams, _numba_kernels, vectors
 SOURCES = tuple(Path(str(module.__file__)).stat().st_mtime_ns for module in MODULES)
 
 i32 = np.int32
-fewer, more = emitted()(least), emitted()(most)
 number_of = emitted(types.float32)(float_of)
-exponents = emitted(types.UniTuple(types.int32, 4), literals=4)(exponents_of)
 
 
 @emitted(types.float64)
@@ -111,7 +108,8 @@ def wide_bf16(x):
     return double_of(np.int64(x & np.uint64(0x7FFF << 45))) * REBIASED
 
 
-def emit_look(kind: tuple[int, ...], source: Value, n: Value) -> list[Value]:
+@emitted(types.Tuple((types.float64, types.int32)), literals=2)
+def look(kind: tuple[int, ...], source: Value, n: Value) -> list[Value]:
     """Sum of squares and bits of the largest magnitude of `n` gradients; NaN and inf show in the latter.
 
     The order of the sum is left to the compiler: it is the same at any number of threads.
@@ -124,12 +122,9 @@ def emit_look(kind: tuple[int, ...], source: Value, n: Value) -> list[Value]:
         total = b.fadd(total.llvm[0], b.fmul(y, y, flags=["reassoc"]), flags=["reassoc"])
         return Value(b, total), most(bits_of(x) & MASK, top)
 
-    begun = [Value(b, kind(0)) for kind in (F64 if how == WIDE else F32, I32)]
+    begun = [Value(b, zero(0)) for zero in (F64 if how == WIDE else F32, I32)]
     total, top = loop(Value(b, I64(0)), n, begun, step)
     return [total if how == WIDE else total.to(F64), top]
-
-
-look = emitted(types.Tuple((types.float64, types.int32)), literals=2)(emit_look)
 
 
 @cache
@@ -153,7 +148,7 @@ def updater(algorithm: int, weight: int, grad: int, state: int, looks: bool) -> 
             widest_vectors()
         for k in range(first, last):
             p, start, count = items[k, 0], items[k, 1], items[k, 2]
-            c = scalars[fewer(p, len(scalars) - 1)]
+            c = scalars[min(p, len(scalars) - 1)]
             s = (c[0], c[1], c[2], c[3], c[4], c[5], c[6], c[7])
             row = table[:, p]
             total, top, bad = 0.0, i32(0), i32(0)
@@ -161,23 +156,25 @@ def updater(algorithm: int, weight: int, grad: int, state: int, looks: bool) -> 
             column, block = start % width, start // width * (-(-width // L.BLOCK)) + start % width // L.BLOCK
             j = start
             while j < start + count:
-                n = fewer(stride, start + count - j)
+                n = min(stride, start + count - j)
                 if blocks:
-                    n = fewer(n, width - column)
+                    n = min(n, width - column)
                 w, x, g = row[0] + wide_w * j, row[1] + wide_x * j, row[2] + wide_g * j
                 m, v = row[3] + wide_m * j, row[4] + wide_v * j
-                under, place = (i32(0), i32(0), i32(0), i32(0)), j + (key >> 32)
+                exponents, place = (i32(0), i32(0), i32(0), i32(0)), j + (key >> 32)
                 if blocks:
                     place, rows = L.BLOCK * block, (row[8], row[9])
-                    under = exponents(algorithm, weight, grad, state, w, x, g, m, v, rows, block, n, s)
+                    exponents = block_exponents(
+                        algorithm, weight, grad, state, w, x, g, m, v, rows, block, n, s
+                    )
                     column = column + n if column + n < width else 0
                     block += 1
                 if looks:
                     squared, bits = look(grad, NARROW, g, n)
                     total += squared
-                    top = more(top, bits)
+                    top = max(top, bits)
                 bad |= core(
-                    algorithm, weight, grad, state, 0, n, w, x, g, m, v, s, under, np.uint32(key), place
+                    algorithm, weight, grad, state, 0, n, w, x, g, m, v, s, exponents, np.uint32(key), place
                 )
                 j += n
             found[0, k], found[1, k], found[2, k] = total, number_of(top), bad
@@ -203,13 +200,13 @@ def measurer(grad: int, how: int = NARROW) -> Any:
             p, start, count = items[k, 0], items[k, 1], items[k, 2]
             total, top = 0.0, i32(0)
             for j in range(start, start + count, FLUSH):
-                source, n = table[2, p] + size * j, fewer(FLUSH, start + count - j)
+                source, n = table[2, p] + size * j, min(FLUSH, start + count - j)
                 if by_four:
                     squared, bits = sum_wide_bf16(source, n)
                 else:
                     squared, bits = look(grad, how, source, n)
                 total += squared
-                top = more(top, bits)
+                top = max(top, bits)
             found[0, k], found[1, k] = total, number_of(top)
 
     signature = "void(int64,int64,int64[:,::1],int64[:,::1],float64[:,::1])"

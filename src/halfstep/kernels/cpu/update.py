@@ -207,7 +207,8 @@ def bound_of(algorithm: int, old, g, s) -> Value:
     return old * s[4] + g * s[5] if algorithm == L.LION else old * s[2] + g * s[3]
 
 
-def exponents_of(kind: tuple[int, ...], w, x, g, m, v, rows, b, n, s) -> list[Value]:
+@emitted(types.UniTuple(types.int32, 4), literals=4)
+def block_exponents(kind: tuple[int, ...], w, x, g, m, v, rows, b, n, s) -> list[Value]:
     """Block `b`'s exponents, old and new, of both states; how large a state gets follows from its average."""
     entering = largest_entering(kind, w, x, g, n, s)
 
