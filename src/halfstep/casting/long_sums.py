@@ -30,8 +30,8 @@ _PLAIN_OR_NONE = PLAIN | {type(None)}
 #: Elements of a block of rows that backward widens at a time: 1 MiB in fp32, which stays in a core's cache.
 #: Measured from 2^16 to 2^20; a whole copy of 32 MiB or more costs up to seven times the kernel it serves.
 _BLOCK = 2**18
-#: Elements up to which fp32 copies on a CPU are faster than a Function, which Python runs: they take 60 us
-#: less of a look-up of 150 or a layer_norm of 180, backward included; measured from 2^7 to 2^18.
+#: Elements of a table and of what is taken from it up to which fp32 copies on a CPU are faster than a
+#: Function, which Python runs: 94 us a look-up with its backward in place of 157; measured from 2^10 to 2^17.
 _SMALL = 2**15
 #: So many terms lose little in 16 bits: pools of usual windows stay in their own kernels.
 _FEW = 16
@@ -60,11 +60,6 @@ def _has_function(*tensors: Tensor | None) -> bool:
     """Whether a Function of ours can stand for the op: function transforms and tracers take plain casts."""
     strange = functorch_level() is not None or in_forward_ad() or is_jit_tracing()
     return not strange and _PLAIN_OR_NONE.issuperset(map(type, tensors))
-
-
-def _is_small(t: Tensor, elements: int) -> bool:
-    """Whether fp32 copies of so many elements on its device are faster than a Function."""
-    return t.is_cpu and elements <= _SMALL
 
 
 # --- any op ------------------------------------------------------------------------------------------------
@@ -323,7 +318,7 @@ def _layer_norm(
 ) -> Tensor:
     if not _sums_rows(x, weight, bias):
         return call(x, shape, weight, bias, eps, *cudnn, **kwargs)
-    if not _is_small(x, x.numel()) and _has_function(x, weight, bias):
+    if _has_function(x, weight, bias):
         return LayerNorm.apply(x, list(shape), weight, bias, eps, False)
     return call(x.to(F32), shape, _wide(weight), _wide(bias), eps, *cudnn, **kwargs).to(x.dtype)
 
@@ -383,7 +378,8 @@ def sum_rows(rows: Tensor, index: Tensor, count: int) -> Tensor:
 def _has_rows(table: Tensor, index: Tensor, sparse: bool = False) -> bool:
     """Whether `Rows` looks up in this table; fp32 copies do in a small one with a dense gradient."""
     elements = table.numel() + index.numel() * math.prod(table.shape[1:])
-    return (sparse or not _is_small(table, elements)) and _has_function(table, index)
+    is_small = table.is_cpu and not sparse and elements <= _SMALL
+    return not is_small and _has_function(table, index)
 
 
 class Rows(torch.autograd.Function):

@@ -71,6 +71,8 @@ class Setup:
     @property
     def device(self) -> torch.device:
         """Where the models compute now: the accelerator that any parameter is on, else the CPU."""
+        if self._checked_device.type == "cpu" and not torch.accelerator.is_available():
+            return self._checked_device  # there is no other; a look at each parameter is 1 % of a small step
         return compute_device(each_parameter(self.models))
 
     @property
