@@ -133,7 +133,7 @@ class Outcome:
     @property
     def on_host(self) -> bool:
         """Whether no value lies on an accelerator."""
-        return all(not isinstance(value, Tensor) or value.is_cpu for value in self._values.values())
+        return not [v for v in self._values.values() if isinstance(v, Tensor) and not v.is_cpu]
 
     def _read_one(self, name: str) -> Any:
         value = self._values[name]

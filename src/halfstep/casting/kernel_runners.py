@@ -112,8 +112,9 @@ def _key(args: Any, kwargs: Mapping[str, Any]) -> tuple[Any, ...] | None:
     for a in args:
         kind = type(a)
         if kind in PLAIN:
-            placed = a.layout is torch.strided and (a.is_contiguous() or a.stride())
-            parts += (a.shape, a.dtype, a.requires_grad, a.layout, placed)
+            layout = a.layout
+            placed = layout is torch.strided and (a.is_contiguous() or a.stride())
+            parts += (a.shape, a.dtype, a.requires_grad, layout, placed)
         elif kind in _SIMPLE:
             parts.append(a)
         elif kind is list or kind is tuple:

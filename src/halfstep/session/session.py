@@ -489,7 +489,8 @@ class Session(Setup):
         if not fused:
             decision = decide(measured.norm, limits, inv_scale, found_inf if skips else False)
             update = stepper.update(groups, decision, clears)
-            update = update if skips else update._replace(found_inf=found_inf)
+            if not skips and found_inf is not False:
+                update = update._replace(found_inf=found_inf)
         if update.norm is not None:
             measured = measured._replace(norm=update.norm)
         return measured, found_inf, losses, update
