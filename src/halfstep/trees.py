@@ -142,6 +142,8 @@ def stack_scalars(scalars: Sequence[Tensor], home: torch.device) -> Tensor:
     kinds = {(s.dtype, s.device) for s in scalars}
     wide = torch.float64 if any(dtype == torch.float64 for dtype, _ in kinds) else torch.float32
     out = list(scalars)
+    if kinds == {(wide, home)}:
+        return torch.stack(out)
     if len(kinds) == 1:
         return move_to(torch.stack(out), home, wide)
     for kind in kinds:  # one cast for each kind, not one for each scalar

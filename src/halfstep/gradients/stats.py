@@ -60,7 +60,7 @@ def found_inf_of(stats: AnyStats) -> bool | Tensor:
 
 def on_host_if_cpu(stats: AnyStats) -> AnyStats:
     """Return Python values for stats on a CPU: cheaper than 0-d tensors, and reading costs nothing."""
-    if not isinstance(stats.norm, Tensor) or stats.norm.device.type != "cpu":
+    if not isinstance(stats.norm, Tensor) or not stats.norm.is_cpu:
         return stats
     return GradStats(bool(stats.finite), float(stats.norm), None if stats.amax is None else float(stats.amax))
 
@@ -162,8 +162,9 @@ def measure_whole(
         norm = torch.linalg.vector_norm(norms)
         return _brief(norm, torch.isfinite(norm), inv_scale, None if wide else torch.float32)
     norm = torch.linalg.vector_norm(_norms(tensors, home))
-    finite = torch.isfinite(norm)
-    return _brief(norm, finite, inv_scale) if finite.item() else measure(grads, inv_scale)
+    if not math.isfinite(norm.item()):
+        return measure(grads, inv_scale)
+    return _brief(norm, torch.ones((), dtype=torch.bool, device="cpu"), inv_scale)
 
 
 def _brief(
