@@ -54,7 +54,7 @@ def looked_at(side, rng):
 
 
 def stepped_with_more(side, rng):
-    side.optimizer.step(**rng.choice([{"clip_norm": 1.0}, {"look": []}, {"found_inf": True}]))
+    side.optimizer.step(**rng.choice([{"clip_norm": 1.0}, {"measures": True}, {"found_inf": True}]))
 
 
 def asked(side, rng):

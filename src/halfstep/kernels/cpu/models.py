@@ -70,7 +70,7 @@ def at(address):
 
 @compiled(fastmath={"reassoc", "contract"})
 def sum_wide_bf16(source, n):
-    """`looked` of WIDE for bf16, in half the time: four words at once, each widened by a shift."""
+    """`measure` with WIDE for bf16, in half the time: four words at once, each widened by a shift."""
     widest_vectors()
     fours, ones = carray(at(source), n // 4, np.uint64), carray(at(source), n, np.uint16)
     total, top = 0.0, np.uint16(0)
@@ -109,7 +109,7 @@ def wide_bf16(x):
 
 
 @emitted(types.Tuple((types.float64, types.int32)), literals=2)
-def look(kind: tuple[int, ...], source: Value, n: Value) -> list[Value]:
+def measure(kind: tuple[int, ...], source: Value, n: Value) -> list[Value]:
     """Sum of squares and bits of the largest magnitude of `n` gradients; NaN and inf show in the latter.
 
     The order of the sum is left to the compiler: it is the same at any number of threads.
@@ -170,7 +170,7 @@ def updater(algorithm: int, weight: int, grad: int, state: int, looks: bool) -> 
                     column = column + n if column + n < width else 0
                     block += 1
                 if looks:
-                    squared, bits = look(grad, NARROW, g, n)
+                    squared, bits = measure(grad, NARROW, g, n)
                     total += squared
                     top = max(top, bits)
                 bad |= core(
@@ -204,7 +204,7 @@ def measurer(grad: int, how: int = NARROW) -> Any:
                 if by_four:
                     squared, bits = sum_wide_bf16(source, n)
                 else:
-                    squared, bits = look(grad, how, source, n)
+                    squared, bits = measure(grad, how, source, n)
                 total += squared
                 top = max(top, bits)
             found[0, k], found[1, k] = total, number_of(top)
