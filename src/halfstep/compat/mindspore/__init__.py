@@ -8,8 +8,8 @@ Here is what its mixed-precision tutorial names, and what goes with that, as thi
 
 - `mindspore`: Tensor (astype, asnumpy, from_numpy), Parameter, ParameterTuple (clone), dtypes from
   float16 to bool_ (also as `dtype`), value_and_grad, grad, jit, mutable, set_seed, save_checkpoint,
-  load_checkpoint, load_param_into_net; set_context, set_device, GRAPH_MODE, PYNATIVE_MODE (also as `context`);
-  `common.initializer`.
+  load_checkpoint, load_param_into_net; set_context, set_device, GRAPH_MODE, PYNATIVE_MODE (also as
+  `context`); `common.initializer`.
 - `amp`: auto_mixed_precision, custom_mixed_precision, get_white_list, get_black_list, build_train_network,
   LossScaler, StaticLossScaler, DynamicLossScaler, all_finite, LossScaleManager, FixedLossScaleManager,
   DynamicLossScaleManager, GroupLossScaleManager.
