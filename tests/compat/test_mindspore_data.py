@@ -7,7 +7,13 @@ import torch
 import halfstep as hs
 import halfstep.compat.mindspore as ms
 from halfstep.compat.mindspore import nn
-from halfstep.compat.mindspore.dataset import MnistDataset, NumpySlicesDataset, transforms, vision
+from halfstep.compat.mindspore.dataset import (
+    GeneratorDataset,
+    MnistDataset,
+    NumpySlicesDataset,
+    transforms,
+    vision,
+)
 from halfstep.compat.mindspore.train import get_metric_fn, names
 
 # --- metrics, against values recorded from MindSpore 2.10 --------------------------------------------------
@@ -154,3 +160,79 @@ def test_a_damaged_file_is_told(mnist):
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(hs.DataError, match="holds"):
         MnistDataset(mnist)
+
+
+# --- sources of one's own ----------------------------------------------------------------------------------
+
+
+class Images:
+    """Images of different sizes, with a count of those that were read."""
+
+    def __init__(self):
+        self.read = 0
+
+    def __len__(self):
+        return 5
+
+    def __getitem__(self, index):
+        self.read += 1
+        return np.full((index + 2, 3, 1), index, np.uint8), index
+
+
+def test_a_source_is_read_anew_transformed_by_sample_and_then_batched():
+    source = Images()
+    dataset = GeneratorDataset(source, ["image", "label"], shuffle=False, num_parallel_workers=1)
+    cut = dataset.map([lambda image: image[:2], vision.HWC2CHW()], "image", num_parallel_workers=1).batch(2)
+    assert (cut.get_dataset_size(), cut.get_col_names(), source.read) == (3, ["image", "label"], 0)
+    batches = list(cut.create_dict_iterator())
+    assert [tuple(b["image"].shape) for b in batches] == [(2, 1, 2, 3), (2, 1, 2, 3), (1, 1, 2, 3)]
+    assert [b["label"].tolist() for b in batches] == [[0, 1], [2, 3], [4]]
+    assert batches[0]["image"].dtype == torch.uint8
+    next(iter(cut.repeat(2)))
+    assert source.read == 7  # an epoch, and one batch of another
+    assert len(list(cut.batch_maps)) == 0
+    doubled = cut.map(lambda label: label * 2, "label")
+    assert [b[1].tolist() for b in doubled] == [[0, 2], [4, 6], [8]]
+    dropped = GeneratorDataset(source, ["image", "label"]).map(lambda i: i[:2], "image").batch(2, True)
+    assert sum(len(label) for _, label in dropped) == dropped.get_dataset_size() * 2 == 4
+
+
+def test_indices_are_shuffled_and_streams_within_a_buffer():
+    ms.set_seed(0)
+    orders = [[int(x) for (x,) in GeneratorDataset(list(range(20)), "x")] for _ in range(2)]
+    assert orders[0] != orders[1]
+    assert sorted(orders[0]) == sorted(orders[1]) == list(range(20))
+    first = GeneratorDataset(list(range(20)), "x", num_samples=4, shuffle=False)
+    assert [int(x) for (x,) in first] == [0, 1, 2, 3]
+
+    def stream():
+        yield from range(20)
+
+    dataset = GeneratorDataset(stream, "x", num_samples=12)
+    assert dataset.get_dataset_size() == 12
+    assert [int(x) for (x,) in dataset] == list(range(12))
+    near = [int(x) for (x,) in dataset.shuffle(3)]
+    assert sorted(near) == list(range(12)) != near
+    assert all(value <= place + 2 for place, value in enumerate(near))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: GeneratorDataset([1, 2]), "needs 'column_names'"),
+        (lambda: GeneratorDataset((i for i in range(3)), "x"), "run through once: give the function"),
+        (lambda: GeneratorDataset(lambda: iter([1]), "x", shuffle=True), r"use \.shuffle\(buffer_size\)"),
+        (lambda: GeneratorDataset([1], "x", num_shards=2, shard_id=0), "takes no 'num_shards' here"),
+        (lambda: list(GeneratorDataset([(1, 2)], "x")), "gave 2 values for the columns x"),
+        (lambda: GeneratorDataset([1], "x").map(abs, "y"), "no column 'y', but x"),
+        (lambda: GeneratorDataset([1], "x").shuffle(1), "buffer_size"),
+    ],
+)
+def test_wrong_sources_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_what_a_data_set_has_not_is_refused_by_name():
+    with pytest.raises(AttributeError, match="no 'take' here, but map, batch, shuffle and repeat"):
+        NumpySlicesDataset({"x": np.arange(3)}).take(1)

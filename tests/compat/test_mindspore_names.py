@@ -89,7 +89,7 @@ def test_what_would_change_numbers_is_told():
     ("module", "name", "instead"),
     [
         (nn, "CTCLoss", "see torch.nn.CTCLoss, whose arguments may differ"),
-        (nn, "PolynomialDecayLR", "a list with one rate a step"),
+        (nn, "CosineAnnealingLR", "write a LearningRateSchedule"),
         (ops, "erf", "see torch.erf, whose arguments may differ"),
         (ops, "Erfc", "see torch.erfc, whose arguments may differ"),
         (ops, "normal", "see torch.normal, whose arguments may differ"),
@@ -98,6 +98,7 @@ def test_what_would_change_numbers_is_told():
         (ms, "Profiler", "torch.profiler"),
         (ms.train, "Dice", "a Metric"),
         (ms.dataset, "Cifar10Dataset", "NumpySlicesDataset"),
+        (ms.dataset, "config", "mindspore.set_seed"),
         (amp, "init_status", "hs.prepare"),
     ],
 )
@@ -105,6 +106,18 @@ def test_an_absent_name_says_what_to_use(module, name, instead):
     with pytest.raises(AttributeError, match=f"has no '{name}'") as error:
         getattr(module, name)
     assert instead in str(error.value)
+    with pytest.raises(ImportError, match=f"has no '{name}'") as refusal:
+        exec(f"from {module.__name__} import {name}")
+    assert instead in str(refusal.value)
+    assert not hasattr(module, name)
+
+
+def test_an_absent_path_says_what_to_use():
+    with pytest.raises(ModuleNotFoundError, match="torchrun and train natively"):
+        importlib.import_module("halfstep.compat.mindspore.communication.management")
+    with pytest.raises(ModuleNotFoundError, match=r"ops has no 'deep'"):
+        importlib.import_module("halfstep.compat.mindspore.ops.deep")
+    assert importlib.import_module("halfstep.compat.mindspore.ops.operations") is ops
 
 
 # --- function transforms ----------------------------------------------------------------------------------
@@ -350,6 +363,90 @@ def test_rates_give_mindspores_numbers():
     close(nn.cosine_decay_lr(0.01, 0.1, 6, 2, 2), [0.1, 0.1, 0.055, 0.055, 0.01, 0.01])
     close(nn.piecewise_constant_lr([2, 5, 7], [0.1, 0.05, 0.01]), [0.1] * 2 + [0.05] * 3 + [0.01] * 2)
     close(nn.warmup_lr(0.1, 6, 2, 2), [0.0, 0.0, 0.05, 0.05, 0.1, 0.1])
+
+
+def test_schedules_give_mindspores_numbers():
+    schedules = {
+        nn.ExponentialDecayLR(0.1, 0.9, 4, True): [0.1, 0.1, 0.1, 0.09, 0.09, 0.081],
+        nn.NaturalExpDecayLR(0.1, 0.9, 4, True): [0.1, 0.1, 0.1, 0.0027324, 0.0027324, 0.0000747],
+        nn.InverseDecayLR(0.1, 0.9, 4): [0.1, 0.0816327, 0.0597015, 0.0526316, 0.0425532, 0.0330579],
+        nn.CosineDecayLR(0.01, 0.1, 4): [0.1, 0.0868198, 0.0231802, 0.01, 0.01, 0.01],
+        nn.PolynomialDecayLR(0.1, 0.01, 4, 0.5): [0.1, 0.0879423, 0.055, 0.01, 0.01, 0.01],
+        nn.PolynomialDecayLR(0.1, 0.01, 4, 0.5, True): [0.1, 0.0879423, 0.055, 0.01, 0.055, 0.055],
+        nn.WarmUpLR(0.1, 2): [0.0, 0.05, 0.1, 0.1, 0.1, 0.1],
+    }
+    for schedule, rates in schedules.items():
+        seen = [schedule(ms.Tensor(step, ms.int32)).asnumpy() for step in (0, 1, 3, 4, 6, 9)]
+        np.testing.assert_allclose(seen, rates, atol=1e-7, err_msg=type(schedule).__name__)
+    close = np.testing.assert_allclose
+    close(nn.inverse_decay_lr(0.1, 0.5, 6, 2, 2), [0.1, 0.1, 0.08, 0.08, 1 / 15, 1 / 15])
+    close(nn.natural_exp_decay_lr(0.1, 0.9, 6, 2, 2, True), [0.1] * 4 + [0.1 * np.exp(-1.8)] * 2)
+    close(nn.polynomial_decay_lr(0.1, 0.01, 4, 1, 2, 2.0), [0.1, 0.0325, 0.01, 0.01])
+    close(nn.polynomial_decay_lr(0.1, 0.01, 4, 1, 2, 1.0, True), [0.1, 0.055, 0.01, 0.0325])
+    for wrong, error in (((1, 0.1, 4), TypeError), ((0.0, 0.1, 0), ValueError), ((0.0, 0.0, 4), ValueError)):
+        with pytest.raises(error, match="CosineDecayLR"):
+            nn.CosineDecayLR(*wrong)
+
+
+def steps_of(optimizer, count):
+    """How far each step with a gradient of 1 went."""
+    (parameter,) = optimizer.parameters
+    seen = []
+    for _ in range(count):
+        before = parameter.item()
+        optimizer((ms.Tensor([1.0]),))
+        seen.append(before - parameter.item())
+    return seen
+
+
+def test_an_optimizer_asks_a_schedule_and_reads_what_is_assigned():
+    parameter = ms.Parameter(ms.Tensor([0.0]), name="a")
+    scheduled = nn.SGD([parameter], learning_rate=nn.CosineDecayLR(0.01, 0.1, 4))
+    np.testing.assert_allclose(steps_of(scheduled, 5), [0.1, 0.0868198, 0.055, 0.0231802, 0.01], atol=1e-6)
+    grouped = nn.SGD([{"params": [parameter], "lr": nn.WarmUpLR(0.1, 2)}], learning_rate=0.5)
+    np.testing.assert_allclose(steps_of(grouped, 3), [0.0, 0.05, 0.1], atol=1e-6)
+    constant = nn.SGD([parameter], learning_rate=0.1)
+    assert steps_of(constant, 1) == pytest.approx([0.1])
+    ops.assign(constant.learning_rate, ms.Tensor(0.01))
+    assert steps_of(constant, 2) == pytest.approx([0.01, 0.01], rel=1e-4)
+    constant.torch_optimizer.param_groups[0]["lr"] = 0.5  # as a scheduler of torch's writes it
+    assert steps_of(constant, 1) == pytest.approx([0.5])
+    with pytest.raises(ValueError, match="numbers or a LearningRateSchedule"):
+        nn.SGD([parameter], learning_rate=lambda step: 0.1)
+
+
+def test_clones_of_parameters_are_their_own():
+    original = ms.ParameterTuple([ms.Parameter(ms.Tensor([1.0, 2.0]), name="w")])
+    for init, expected in (("same", [1.0, 2.0]), ("zeros", [0.0, 0.0]), ("ones", [1.0, 1.0])):
+        (copy,) = original.clone("sum", init)
+        assert (copy.name, copy.tolist(), copy.data_ptr() == original[0].data_ptr()) == (
+            "sum.w",
+            expected,
+            False,
+        )
+    with pytest.raises(ValueError, match="'init' must be one of"):
+        original.clone("sum", "normal")
+
+
+def test_dtypes_have_names_and_numpys_own():
+    x = ms.Tensor([1.5])
+    for name, dtype in (
+        ("float16", ms.float16),
+        (np.int32, ms.int32),
+        (np.dtype("float64"), ms.float64),
+        (float, ms.float64),
+        ("bool", ms.bool_),
+        ("bfloat16", ms.bfloat16),
+        (ms.uint8, ms.uint8),
+    ):
+        assert x.astype(name).dtype == dtype
+    assert x.astype("float32", copy=False) is x
+    assert x.astype("float32").data_ptr() != x.data_ptr()
+    for wrong in ("nope", None, "str", object()):
+        with pytest.raises(TypeError, match=r"dtype|data type|understood|interpret"):
+            x.astype(wrong)
+    with pytest.raises(TypeError, match="or a 'shape' with an Initializer"):
+        ms.Tensor(shape=(2,), dtype=ms.float32)
 
 
 # --- update cells and training cells ----------------------------------------------------------------------

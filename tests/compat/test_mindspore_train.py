@@ -13,12 +13,16 @@ from halfstep.compat.mindspore.dataset import NumpySlicesDataset
 from halfstep.compat.mindspore.train import (
     Accuracy,
     Callback,
+    CallbackParam,
     CheckpointConfig,
     EarlyStopping,
     History,
+    LearningRateScheduler,
     LossMonitor,
     Model,
     ModelCheckpoint,
+    ReduceLROnPlateau,
+    RunContext,
     TimeMonitor,
 )
 from halfstep.errors import HalfstepWarning
@@ -366,6 +370,65 @@ def test_early_stopping_stops_and_restores(capsys):
     by_metric = EarlyStopping("eval_loss", min_delta=100.0, patience=1)
     model("O0").fit(5, data(), data(), callbacks=by_metric)
     assert by_metric.stopped_epoch == 2
+
+
+def rates_of(callback, values, optimizer):
+    """The learning rate after each epoch whose loss is one of these."""
+    now = CallbackParam(optimizer=optimizer, cur_epoch_num=0)
+    callback.on_train_begin(RunContext(now))
+    for now.cur_epoch_num, value in enumerate(values, 1):
+        now.net_outputs = ms.Tensor(value)
+        callback.on_train_epoch_end(RunContext(now))
+        yield round(optimizer.learning_rate.item(), 6)
+
+
+def test_a_plateau_lowers_the_rate_as_in_mindspore(capsys):
+    def rates(values, **options):
+        optimizer = nn.SGD(network().trainable_params(), 1.0)
+        return list(rates_of(ReduceLROnPlateau("loss", 0.5, **options), values, optimizer))
+
+    flat = [3.0] * 6
+    assert rates(flat, patience=2) == [1.0, 1.0, 0.5, 0.5, 0.25, 0.25]
+    assert rates([3.0, 2.0, 1.0, 0.99, 0.98], patience=1, min_delta=0.1) == [1.0, 1.0, 1.0, 0.5, 0.25]
+    assert rates(flat, patience=1, cooldown=2) == [1.0, 0.5, 0.5, 0.25, 0.25, 0.125]
+    assert rates(flat, patience=1, min_lr=0.3, verbose=True) == [1.0, 0.5, 0.3, 0.3, 0.3, 0.3]
+    assert "Epoch 00003: ReduceLROnPlateau reducing learning rate to 0.3." in capsys.readouterr().out
+    assert rates([1.0, 2.0, 3.0], patience=1, mode="max") == [1.0, 1.0, 1.0]
+
+
+def test_a_rate_is_set_after_each_step():
+    net = network()
+    optimizer = nn.SGD(net.trainable_params(), 0.4)
+    trained = Model(net, nn.CrossEntropyLoss(), optimizer)
+    seen = []
+
+    def halve(rate, step):
+        seen.append((rate, step))
+        return rate / 2 if step % 2 == 0 else rate
+
+    trained.train_network = lambda *batch: optimizer([torch.ones_like(p) for p in optimizer.parameters])
+    trained.train_network.set_train = lambda: None
+    trained.train(2, data(), callbacks=LearningRateScheduler(halve))
+    assert seen == [(0.4, 1), (0.4, 2), (0.2, 3), (0.2, 4), (0.1, 5), (0.1, 6)]
+    assert optimizer.get_lr() == 0.05
+
+
+@pytest.mark.parametrize("rate", [[0.1, 0.2], nn.WarmUpLR(0.1, 2), None])
+def test_a_rate_that_is_not_one_number_is_not_changed(rate):
+    parameters = network().trainable_params()
+    parameters = parameters if rate else [{"params": parameters[:1], "lr": 0.3}, {"params": parameters[1:]}]
+    optimizer = nn.SGD(parameters, rate or 0.1)
+    now = RunContext(CallbackParam(optimizer=optimizer, net_outputs=ms.Tensor(1.0)))
+    plateau, scheduler = ReduceLROnPlateau("loss"), LearningRateScheduler(lambda rate, step: rate)
+    for event in (plateau.on_train_epoch_end, scheduler.on_train_step_end):
+        with pytest.raises(ValueError, match="needs an optimizer with one number as its learning rate"):
+            event(now)
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.0])
+def test_a_factor_lowers(factor):
+    with pytest.raises(ValueError, match="'factor' must be in range"):
+        ReduceLROnPlateau(factor=factor)
 
 
 def test_callbacks_hear_everything_in_order():

@@ -20,9 +20,12 @@ class _Methods:
         plain = plain_tensor(self).detach().cpu()
         return (plain.float() if plain.dtype == torch.bfloat16 else plain).numpy()
 
-    def astype(self: Any, dtype: torch.dtype) -> Tensor:
-        """The tensor in another dtype; gradients flow through."""
-        return as_tensor(self.to(dtype))
+    def astype(self: Any, dtype: Any, copy: bool = True) -> Tensor:
+        """The tensor in another dtype: one of `dtype`, numpy's, Python's or a name; gradients flow through.
+
+        With `copy=False` a tensor that has it already comes back as it is. TypeError for what is no dtype.
+        """
+        return as_tensor(self.to(_dtype_of(dtype), copy=copy))
 
     def expand_dims(self: Any, axis: int) -> Tensor:
         """With one more dimension, of size 1, at `axis`."""
@@ -44,9 +47,28 @@ class _Methods:
 class Tensor(_Methods, torch.Tensor):
     """A torch.Tensor with MindSpore's methods; what torch functions make of it is one too."""
 
-    def __new__(cls, input_data: Any, dtype: torch.dtype | None = None) -> Tensor:
-        """From numbers, lists, numpy arrays or tensors; `dtype` None keeps theirs."""
-        return torch.as_tensor(input_data, dtype=dtype).as_subclass(cls)
+    def __new__(
+        cls, input_data: Any = None, dtype: torch.dtype | None = None, shape: Any = None, init: Any = None
+    ) -> Tensor:
+        """From numbers, lists, numpy arrays or tensors, or of a shape filled by an Initializer.
+
+        `dtype` None keeps theirs. TypeError for neither data nor a shape with an Initializer.
+        """
+        if input_data is not None:
+            return torch.as_tensor(input_data, dtype=dtype).as_subclass(cls)
+        if shape is None or not hasattr(init, "fill"):
+            raise TypeError(
+                "Tensor takes data, or a 'shape' with an Initializer as 'init' such as One(): got "
+                f"shape={shape}, init={init!r}"
+            )
+        filled = torch.empty(shape, dtype=dtype)
+        init.fill(filled)
+        return filled.as_subclass(cls)
+
+    @staticmethod
+    def from_numpy(array: np.ndarray[Any, Any]) -> Tensor:
+        """A tensor that shares the array's memory."""
+        return from_numpy(array)
 
     def __init__(self, *_: Any, **__: Any) -> None:
         super().__init__()
@@ -65,7 +87,7 @@ class Parameter(_Methods, torch.nn.Parameter):
     ) -> Parameter:
         """From anything `Tensor` takes; the data is shared with a tensor given. These cells train alone."""
         data = plain_tensor(torch.as_tensor(default_input)).detach()
-        parameter = super().__new__(cls, data, requires_grad)
+        parameter = super().__new__(cls, data, requires_grad and data.is_floating_point())
         parameter._called = "Parameter" if name is None else name
         return parameter
 
@@ -93,12 +115,35 @@ class Parameter(_Methods, torch.nn.Parameter):
     def set_data(self, data: Any) -> Parameter:
         """Copy new values in; shape and dtype stay."""
         with torch.no_grad():
-            self.copy_(torch.as_tensor(data))
+            self.copy_(torch.as_tensor(data, dtype=self.dtype))
         return self
 
 
 class ParameterTuple(tuple[torch.nn.Parameter, ...]):
     """Parameters side by side, as optimizers and gradient functions take them."""
+
+    def clone(self, prefix: str, init: str = "same") -> ParameterTuple:
+        """Parameters of their own called `prefix.name`: equal ("same"), or filled with "zeros" or "ones".
+
+        ValueError for another `init`.
+        """
+        if init not in _CLONES:
+            raise ConfigError(f"ParameterTuple.clone: 'init' must be one of {list(_CLONES)}, got {init!r}")
+        copies = ((getattr(p, "name", ""), _CLONES[init](plain_tensor(p.detach()))) for p in self)
+        return ParameterTuple(Parameter(t, f"{prefix}.{name}") for name, t in copies)
+
+
+_CLONES = {"same": torch.clone, "zeros": torch.zeros_like, "ones": torch.ones_like}
+
+
+def _dtype_of(dtype: Any) -> torch.dtype:
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    name = dtype if dtype == "bfloat16" or dtype is None else np.dtype(dtype).name
+    found = getattr(torch, str(name), None)
+    if not isinstance(found, torch.dtype):
+        raise TypeError(f"For 'Tensor.astype', expected a dtype such as mindspore.float16, but got {dtype!r}")
+    return found
 
 
 def tensor(input_data: Any, dtype: torch.dtype | None = None) -> Tensor:

@@ -147,7 +147,7 @@ def log_softmax(logits: torch.Tensor, axis: int = -1) -> torch.Tensor:
 @torch.no_grad()
 def assign(variable: torch.Tensor, value: Any) -> torch.Tensor:
     """Write `value` into `variable`, and give it back."""
-    return variable.copy_(torch.as_tensor(value))
+    return variable.copy_(torch.as_tensor(value, dtype=variable.dtype))
 
 
 @torch.no_grad()
@@ -172,6 +172,63 @@ def fill(type: torch.dtype | None, shape: Any, value: Any) -> Tensor:
     exact = torch.tensor(value, dtype=torch.float64) if isinstance(value, float) and type else value
     filled = torch.as_tensor(exact).to(type).expand(sizes)
     return as_tensor(filled.clone(memory_format=torch.contiguous_format))
+
+
+def _full(size: Any, value: Any, dtype: torch.dtype | None) -> Tensor:
+    sizes = size.tolist() if isinstance(size, torch.Tensor) else size
+    return fill(dtype, [sizes] if isinstance(sizes, int) else sizes, value)
+
+
+def ones(shape: Any, dtype: torch.dtype | None = None) -> Tensor:
+    """Ones, in fp32 unless told otherwise; the shape is an int, a tuple or a tensor."""
+    return _full(shape, 1, dtype or torch.float32)
+
+
+def zeros(size: Any, dtype: torch.dtype | None = None) -> Tensor:
+    """Zeros, in fp32 unless told otherwise; the shape is an int, a tuple or a tensor."""
+    return _full(size, 0, dtype or torch.float32)
+
+
+def full(size: Any, fill_value: Any, *, dtype: torch.dtype | None = None) -> Tensor:
+    """A tensor of one value, in the value's own dtype unless told otherwise."""
+    return _full(size, fill_value, dtype)
+
+
+def arange(start: Any = 0, end: Any = None, step: Any = 1, *, dtype: torch.dtype | None = None) -> Tensor:
+    """Numbers from `start` (0, where one bound is given) up to but not including `end`."""
+    bounds = (0, start) if end is None else (start, end)
+    return as_tensor(torch.arange(*bounds, step, dtype=dtype))
+
+
+def _of_two(name: str, function: Callable[..., torch.Tensor], says: str) -> Any:
+    """A function of two tensors, or of a tensor and a number on either side."""
+
+    def of_two(input: Any, other: Any) -> Tensor:
+        return as_tensor(function(torch.as_tensor(input), torch.as_tensor(other)))
+
+    of_two.__name__, of_two.__doc__ = name, says
+    return of_two
+
+
+add = _of_two("add", torch.add, "x + y.")
+sub = _of_two("sub", torch.sub, "x - y.")
+mul = _of_two("mul", torch.mul, "x * y.")
+div = _of_two("div", torch.div, "x / y.")
+pow = _of_two("pow", torch.pow, "x to the power of y.")
+maximum = _of_two("maximum", torch.maximum, "The larger of x and y.")
+minimum = _of_two("minimum", torch.minimum, "The smaller of x and y.")
+
+
+def binary_cross_entropy_with_logits(
+    input: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    pos_weight: torch.Tensor | None = None,
+    reduction: str = "mean",
+) -> torch.Tensor:
+    """Sigmoid and binary cross entropy."""
+    options: Any = {"reduction": reduction, "pos_weight": pos_weight}
+    return F.binary_cross_entropy_with_logits(input, target, weight, **options)
 
 
 def select(condition: torch.Tensor, input: Any, other: Any) -> Tensor:
@@ -242,10 +299,21 @@ def tuple_to_array(input_x: tuple[Any, ...]) -> Any:
     return as_tensor(torch.tensor(input_x))
 
 
-Add = _row("Add", torch.add, "x + y.")
-Sub = _row("Sub", torch.sub, "x - y.")
-Mul = _row("Mul", torch.mul, "x * y.")
-Div = _row("Div", torch.div, "x / y.")
+Add = _row("Add", add, "x + y.")
+Sub = _row("Sub", sub, "x - y.")
+Mul = _row("Mul", mul, "x * y.")
+Div = _row("Div", div, "x / y.")
+RealDiv = _row("RealDiv", div, "x / y.")
+Pow = _row("Pow", pow, "x to the power of y.")
+Maximum = _row("Maximum", maximum, "The larger of x and y.")
+Minimum = _row("Minimum", minimum, "The smaller of x and y.")
+Abs = _row("Abs", torch.abs, "The absolute value.")
+Neg = _row("Neg", torch.neg, "-x.")
+Exp = _row("Exp", torch.exp, "e to the power of x.")
+Log = _row("Log", torch.log, "The natural logarithm.")
+Square = _row("Square", torch.square, "x * x.")
+Sigmoid = _row("Sigmoid", torch.sigmoid, "1 / (1 + exp(-x)).")
+Tanh = _row("Tanh", torch.tanh, "The hyperbolic tangent.")
 Sqrt = _row("Sqrt", torch.sqrt, "The square root.")
 Reciprocal = _row("Reciprocal", reciprocal, "1 / x, of a tensor or a number.")
 ReLU = _row("ReLU", torch.relu, "max(x, 0).")
@@ -400,6 +468,7 @@ matmul, relu, exp, log, isfinite = torch.matmul, torch.relu, torch.exp, torch.lo
 sum, ones_like, zeros_like, expand_dims = torch.sum, torch.ones_like, torch.zeros_like, torch.unsqueeze
 sigmoid, tanh, gelu, square, sqrt = torch.sigmoid, torch.tanh, F.gelu, torch.square, torch.sqrt
 argmax, equal, reshape, stack = torch.argmax, torch.eq, torch.reshape, torch.stack
+abs, neg, sin, cos, cat = torch.abs, torch.neg, torch.sin, torch.cos, torch.cat
 transpose = torch.permute
 concat, stop_gradient = torch.concat, torch.detach
 reduce_mean, reduce_sum, Map = mean, ReduceSum(), HyperMap

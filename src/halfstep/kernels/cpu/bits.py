@@ -240,24 +240,6 @@ def loop(first: Value, last: Value, begun: Sequence[Value], step: Callable[..., 
     return old
 
 
-def prefetcher(count: int, ahead: int, *widths: int) -> Any:
-    """What asks for the lines of `count` elements from j + `ahead` on; no harm where none are."""
-
-    @emitted(types.void)
-    def prefetch(w, x, g, m, v, j):
-        b, byte = j.b, I8.as_pointer()
-        name, kind = "llvm.prefetch.p0", ir.FunctionType(ir.VoidType(), [byte, I32, I32, I32])
-        call = b.module.globals.get(name) or ir.Function(b.module, kind, name)
-        read, nearest, data = I32(0), I32(3), I32(1)
-        for address, width in zip((w, x, g, m, v), widths):
-            first = address + j * width
-            for q in range(ahead * width, (ahead + count) * width, 64):
-                line = b.inttoptr((first + q).llvm[0], byte)
-                b.call(call, [line, read, nearest, data])
-
-    return prefetch
-
-
 OPTIONS = {"nogil": True, "error_model": "numpy"}
 INNER: Any = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True, **OPTIONS}
 """Of what only kernels call: what Python and C would call it by takes time to compile."""

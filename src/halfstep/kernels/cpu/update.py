@@ -4,7 +4,8 @@
 """CPU kernels: the one-pass update of a run of elements, equal to reference.py.
 
 By explicit vectors (`vectors.py`) where they know the formats; else, and for what they leave, by a loop over
-elements. Both take 64 at a time, a panel of random bits, and prefetch later ones. No fast-math in the update:
+elements. Both take 64 at a time, a panel of random bits. Nothing is prefetched: processors do that for such
+streams by themselves, and asking for later lines took up to a quarter longer. No fast-math in the update:
 reassociation and fused multiply-add would break equality with the reference.
 """
 
@@ -35,7 +36,6 @@ from halfstep.kernels.cpu.bits import (
     load,
     loop,
     most,
-    prefetcher,
     read_signed,
     read_unsigned,
     store,
@@ -58,9 +58,6 @@ from halfstep.kernels.cpu.streams import (
 from halfstep.kernels.cpu.vectors import fits, panel
 
 # ---- the update -----------------------------------------------------------------------------------------
-
-
-AHEAD = 256  # elements between the one worked on and the one asked for from memory
 
 
 def core(algorithm, weight, grad, state, first, last, w, x, g, m, v, s, exponents, key, place):
@@ -111,7 +108,7 @@ def element(kind: tuple[int, ...]) -> Any:
 
 def in_loops(kind: tuple[int, ...], whole: bool = True) -> Any:
     """`core` as the compiler makes vectors of it; only with `whole` it makes some of a whole panel."""
-    prefetch, one = prefetcher(L.PANEL, AHEAD, *widths(*kind)), element(kind)
+    one = element(kind)
 
     @emitted(types.int32)
     def within(j, count, w, x, g, m, v, s, exponents, key, place):
@@ -129,7 +126,6 @@ def in_loops(kind: tuple[int, ...], whole: bool = True) -> Any:
         while j < last:
             count = L.PANEL - (place + j) % L.PANEL
             if whole and count == L.PANEL and last - j >= L.PANEL:
-                prefetch(w, x, g, m, v, j)
                 bad |= within(j, L.PANEL, w, x, g, m, v, s, exponents, key, place)
             else:
                 count = min(last - j, count)
@@ -144,7 +140,7 @@ def in_loops(kind: tuple[int, ...], whole: bool = True) -> Any:
 def in_vectors(kind: tuple[int, ...]) -> Any:
     """`core` by whole panels; those that are not whole, or have results that are not finite, by loops."""
     one, wide, name = panel(*kind), widths(*kind), "_".join(map(str, kind))
-    prefetch, others = prefetcher(L.PANEL, AHEAD, *wide), compiled(name=f"rest_{name}")(in_loops(kind, False))
+    others = compiled(name=f"rest_{name}")(in_loops(kind, False))
     hashed = emitted(types.uint32)(word_of)
     w_, x_, g_, m_, v_ = wide
     inlined = kind[3] == L.STATE_8BIT  # it is called for each block, too seldom to set up scalars anew
@@ -158,7 +154,6 @@ def in_vectors(kind: tuple[int, ...]) -> Any:
         while j < last:
             done = L.PANEL if (place + j) % L.PANEL == 0 else 0
             while done == L.PANEL and j <= last - L.PANEL:
-                prefetch(w, x, g, m, v, j)
                 word = hashed((place + j) // L.PANEL, key)
                 done = one(
                     w + w_ * j, x + x_ * j, g + g_ * j, m + m_ * j, v + v_ * j, s, exponents, word, key

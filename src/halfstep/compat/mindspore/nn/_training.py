@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -20,9 +19,17 @@ from halfstep.compat.mindspore._loss_scale import (
     FixedLossScaleUpdateCell,
     GroupLossScaleManager,
 )
-from halfstep.compat.mindspore._tensor import Tensor, as_tensor, check_kind, plain_tensor
+from halfstep.compat.mindspore._tensor import (
+    Parameter,
+    ParameterTuple,
+    Tensor,
+    as_tensor,
+    check_kind,
+    plain_tensor,
+)
 from halfstep.compat.mindspore.nn._cell import Cell
 from halfstep.compat.mindspore.nn._layers import Identity
+from halfstep.compat.mindspore.nn._rates import LearningRateSchedule
 from halfstep.compat.mindspore.ops import GradOperation, HyperMap
 from halfstep.distributed import all_ranks
 from halfstep.errors import ConfigError, warn
@@ -43,56 +50,10 @@ __all__ = [
     "TrainOneStepWithLossScaleCell",
     "WithEvalCell",
     "WithLossCell",
-    "cosine_decay_lr",
-    "exponential_decay_lr",
-    "piecewise_constant_lr",
-    "warmup_lr",
 ]
 
 
-def piecewise_constant_lr(milestone: Sequence[int], learning_rates: Sequence[float]) -> list[float]:
-    """`learning_rates[i]` up to step `milestone[i]`.
-
-    Raises:
-        ValueError: lists of different lengths, or milestones that do not grow.
-    """
-    if len(milestone) != len(learning_rates) or list(milestone) != sorted(set(milestone)):
-        raise ConfigError(
-            f"expected growing milestones and a rate for each, got {milestone}, {learning_rates}"
-        )
-    lengths = (now - before for before, now in zip((0, *milestone), milestone))
-    return [rate for rate, length in zip(learning_rates, lengths) for _ in range(length)]
-
-
-def exponential_decay_lr(
-    learning_rate: float,
-    decay_rate: float,
-    total_step: int,
-    step_per_epoch: int,
-    decay_epoch: int,
-    is_stair: bool = False,
-) -> list[float]:
-    """learning_rate * decay_rate^(epoch / decay_epoch), the exponent rounded down with `is_stair`."""
-    exponents = (step // step_per_epoch / decay_epoch for step in range(total_step))
-    return [learning_rate * decay_rate ** (math.floor(e) if is_stair else e) for e in exponents]
-
-
-def cosine_decay_lr(
-    min_lr: float, max_lr: float, total_step: int, step_per_epoch: int, decay_epoch: int
-) -> list[float]:
-    """From `max_lr` to `min_lr` along half a cosine over `decay_epoch` epochs, and `min_lr` from there on."""
-    epochs = (min(step // step_per_epoch, decay_epoch) for step in range(total_step))
-    half = 0.5 * (max_lr - min_lr)
-    return [min_lr + half * (1 + math.cos(math.pi * epoch / decay_epoch)) for epoch in epochs]
-
-
-def warmup_lr(learning_rate: float, total_step: int, step_per_epoch: int, warmup_epoch: int) -> list[float]:
-    """From 0 to `learning_rate` in equal steps over `warmup_epoch` epochs, and that from there on."""
-    epochs = (min(step // step_per_epoch, warmup_epoch) for step in range(total_step))
-    return [learning_rate * epoch / warmup_epoch for epoch in epochs]
-
-
-LearningRate = float | Sequence[float] | torch.Tensor
+LearningRate = float | Sequence[float] | torch.Tensor | LearningRateSchedule
 
 
 class Optimizer:
@@ -100,7 +61,9 @@ class Optimizer:
 
     `optimizer.torch_optimizer` is the torch.optim object that does the work; `parameters` are in the order in
     which gradients are given: that of the groups, or of a group {"order_params": parameters}. A sequence of
-    learning rates, of the optimizer or of a group, holds one for each step, the last one staying.
+    learning rates, of the optimizer or of a group, holds one for each step, the last one staying; a
+    LearningRateSchedule is asked for one at each step. One number for all groups becomes the Parameter
+    `learning_rate` (0-d, float64, on the CPU), which may be assigned between steps.
     """
 
     __signature__: inspect.Signature
@@ -111,24 +74,28 @@ class Optimizer:
         bound = type(self).__signature__.bind(params, *args, **kwargs)
         bound.apply_defaults()
         arguments: dict[str, Any] = bound.arguments
-        self.learning_rate: LearningRate = arguments.pop("learning_rate")
+        given: LearningRate = arguments.pop("learning_rate")
         self.loss_scale: float = arguments.pop("loss_scale", 1.0)
         if self.loss_scale <= 0:
             raise ConfigError(f"the argument 'loss_scale' must be > 0, but got {self.loss_scale}")
-        groups, self._order, self._rates = _groups(arguments.pop("params"), self.learning_rate)
+        groups, self._order, self._rates = _groups(arguments.pop("params"), given)
         if "beta1" in arguments:
             arguments["betas"] = arguments.pop("beta1"), arguments.pop("beta2")
         options = {name.removeprefix("use_"): value for name, value in arguments.items()}
-        first = _rates(self.learning_rate)[0]
-        self.torch_optimizer: torch.optim.Optimizer = self.make(groups, lr=first, **options)
+        self._last = _rate_by_step(given)(0)
+        self.torch_optimizer: torch.optim.Optimizer = self.make(groups, lr=self._last, **options)
+        one = not self._rates and all(group["lr"] == self._last for group in groups)
+        self.learning_rate: Any = given
+        if one:
+            constant = torch.tensor(self._last, dtype=torch.float64, device="cpu")
+            self.learning_rate = Parameter(constant, "learning_rate", requires_grad=False)
         self.global_step = 0
 
     @property
-    def parameters(self) -> tuple[torch.nn.Parameter, ...]:
+    def parameters(self) -> ParameterTuple:
         """The parameters, in the order of the gradients."""
-        if self._order is not None:
-            return self._order
-        return tuple(p for group in self.torch_optimizer.param_groups for p in group["params"])
+        groups = self.torch_optimizer.param_groups
+        return ParameterTuple(self._order or [p for group in groups for p in group["params"]])
 
     def get_lr(self) -> float:
         """The learning rate of the next step (of the first group)."""
@@ -136,8 +103,13 @@ class Optimizer:
         return float(self.torch_optimizer.param_groups[0]["lr"])
 
     def _set_rates(self) -> None:
-        for index, rates in self._rates.items():
-            self.torch_optimizer.param_groups[index]["lr"] = rates[min(self.global_step, len(rates) - 1)]
+        groups = self.torch_optimizer.param_groups
+        for index, rate in self._rates.items():
+            groups[index]["lr"] = rate(self.global_step)
+        if isinstance(self.learning_rate, Parameter) and (now := self.learning_rate.item()) != self._last:
+            self._last = now
+            for group in groups:
+                group["lr"] = now
 
     def __call__(self, gradients: Iterable[torch.Tensor]) -> bool:
         """Take one step with these gradients, divided by `loss_scale`; returns True."""
@@ -154,15 +126,28 @@ class Optimizer:
         return True
 
 
-def _rates(learning_rate: Any) -> list[float]:
-    """A rate for each step, one where it stays."""
-    if isinstance(learning_rate, str):
-        raise ConfigError(f"the 'learning_rate' must be a number or numbers, but got {learning_rate!r}")
+def _rate_by_step(learning_rate: Any) -> Callable[[int], float]:
+    """The rate as a function of the step."""
+    if isinstance(learning_rate, LearningRateSchedule):
+        return lambda step: float(learning_rate(torch.tensor(step, dtype=torch.int32, device="cpu")))
+    if isinstance(learning_rate, str) or callable(learning_rate):
+        raise ConfigError(
+            "the 'learning_rate' must be a number, numbers or a LearningRateSchedule, but got "
+            f"{learning_rate!r}"
+        )
     rates: Any = learning_rate.tolist() if isinstance(learning_rate, torch.Tensor) else learning_rate
-    return [float(rates)] if isinstance(rates, int | float) else [float(rate) for rate in rates]
+    listed = [float(rates)] if isinstance(rates, int | float) else [float(rate) for rate in rates]
+    return lambda step: listed[min(step, len(listed) - 1)]
 
 
-def _groups(params: Any, learning_rate: LearningRate) -> tuple[list[Any], Any, dict[int, list[float]]]:
+def _changes(learning_rate: Any) -> bool:
+    one = isinstance(learning_rate, torch.Tensor) and learning_rate.numel() == 1
+    return not (one or isinstance(learning_rate, int | float))
+
+
+def _groups(
+    params: Any, learning_rate: LearningRate
+) -> tuple[list[Any], Any, dict[int, Callable[[int], float]]]:
     """MindSpore's groups as torch takes them, the order of the gradients, and rates that change, by index.
 
     ConfigError for none, for an unknown key and for a bad order.
@@ -177,16 +162,17 @@ def _groups(params: Any, learning_rate: LearningRate) -> tuple[list[Any], Any, d
     order = next((tuple(group["order_params"]) for group in param_groups if "order_params" in group), None)
     if order is not None and {id(p) for p in order} != {id(p) for g in groups for p in g["params"]}:
         raise ConfigError("'order_params' must hold the parameters of the groups, each of them once")
-    rates: dict[int, list[float]] = {}
+    rates: dict[int, Callable[[int], float]] = {}
     for index, group in enumerate(groups):
         if group.pop("grad_centralization", False):
             raise ConfigError(
                 "a group asks for grad_centralization, which is not here: centre gradients by hand"
             )
-        mine = _rates(group.get("lr", learning_rate))
-        group["lr"] = mine[0]
-        if len(mine) > 1:
-            rates[index] = mine
+        mine = group.get("lr", learning_rate)
+        rate = _rate_by_step(mine)
+        group["lr"] = rate(0)
+        if _changes(mine):
+            rates[index] = rate
     return groups, order, rates
 
 

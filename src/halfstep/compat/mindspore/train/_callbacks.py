@@ -1,11 +1,11 @@
-"""Callbacks of `Model`: LossMonitor, TimeMonitor, ModelCheckpoint, EarlyStopping, History."""
+"""Callbacks of `Model`: they print, save, record, stop and change the learning rate."""
 
 from __future__ import annotations
 
 import copy
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from halfstep.compat.mindspore._functions import load_param_into_net, save_checkpoint
-from halfstep.compat.mindspore._tensor import check_kind, check_whole
+from halfstep.compat.mindspore._tensor import Parameter, check_kind, check_whole
 from halfstep.errors import ConfigError, warn
 
 __all__ = [
@@ -23,8 +23,10 @@ __all__ = [
     "CheckpointConfig",
     "EarlyStopping",
     "History",
+    "LearningRateScheduler",
     "LossMonitor",
     "ModelCheckpoint",
+    "ReduceLROnPlateau",
     "RunContext",
     "TimeMonitor",
 ]
@@ -204,7 +206,40 @@ class ModelCheckpoint(Callback):
 _SMALLER_IS_BETTER = ("mae", "mse", "loss", "perplexity", "eval_loss")
 
 
-class EarlyStopping(Callback):
+class _Monitoring(Callback):
+    """Watches a value at the end of each epoch: "loss", in `fit` also "eval_loss" or the name of a metric."""
+
+    def __init__(self, monitor: str, min_delta: float, patience: int, verbose: bool, mode: str) -> None:
+        if mode not in ("auto", "min", "max"):
+            raise ConfigError(f"mode should be 'auto', 'min' or 'max', but got {mode}.")
+        owner = type(self).__name__
+        check_kind(owner, "monitor", monitor, str)
+        check_kind(owner, "verbose", verbose, bool)
+        check_kind(owner, "min_delta", min_delta, float, int)
+        check_whole(owner, "patience", patience, 0)
+        self.monitor, self.min_delta, self.verbose = monitor, abs(min_delta), verbose
+        self.patience = patience
+        self._sign = -1.0 if mode == "min" or (mode == "auto" and monitor in _SMALLER_IS_BETTER) else 1.0
+
+    def on_train_begin(self, run_context: RunContext) -> None:
+        """Forget an earlier run."""
+        self.best, self.wait = -self._sign * math.inf, 0
+
+    def _better(self, value: float, than: float) -> bool:
+        return self._sign * value > self._sign * than + self.min_delta
+
+    def _value(self, now: CallbackParam) -> Any:
+        """The value, or None with a warning."""
+        values = {"loss": loss_of(now.net_outputs), **(now.eval_results or {})}
+        if self.monitor not in values:
+            warn(
+                f"{type(self).__name__} is conditioned on {self.monitor}, which is not available. "
+                f"Available choices are: {list(values)}"
+            )
+        return values.get(self.monitor)
+
+
+class EarlyStopping(_Monitoring):
     """Stops when a value has not improved by `min_delta` for `patience` epochs.
 
     monitor: "loss" in `train`; in `fit` also "eval_loss" or the name of a metric.
@@ -220,32 +255,19 @@ class EarlyStopping(Callback):
         baseline: float | None = None,
         restore_best_weights: bool = False,
     ) -> None:
-        if mode not in ("auto", "min", "max"):
-            raise ConfigError(f"mode should be 'auto', 'min' or 'max', but got {mode}.")
-        check_kind("EarlyStopping", "verbose", verbose, bool)
-        self.monitor, self.min_delta, self.verbose = monitor, abs(min_delta), verbose
-        check_whole("EarlyStopping", "patience", patience, 0)
-        self.patience, self.baseline, self.restore_best_weights = patience, baseline, restore_best_weights
-        self._sign = -1.0 if mode == "min" or (mode == "auto" and monitor in _SMALLER_IS_BETTER) else 1.0
+        super().__init__(monitor, min_delta, patience, verbose, mode)
+        self.baseline, self.restore_best_weights = baseline, restore_best_weights
 
     def on_train_begin(self, run_context: RunContext) -> None:
         """Forget an earlier run."""
-        self.best, self.wait, self.stopped_epoch = -self._sign * math.inf, 0, 0
+        super().on_train_begin(run_context)
+        self.stopped_epoch = 0
         self._best_weights: dict[str, Any] | None = None
-
-    def _better(self, value: float, than: float) -> bool:
-        return self._sign * value > self._sign * than + self.min_delta
 
     def on_train_epoch_end(self, run_context: RunContext) -> None:
         """Look at the value, and stop or go on."""
         now = run_context.original_args()
-        values = {"loss": loss_of(now.net_outputs), **(now.eval_results or {})}
-        value = values.get(self.monitor)
-        if value is None:
-            warn(
-                f"Early stopping is conditioned on {self.monitor}, which is not available. "
-                f"Available choices are: {list(values)}"
-            )
+        if (value := self._value(now)) is None:
             return
         self.wait += 1
         if self._better(value, self.best):
@@ -264,6 +286,97 @@ class EarlyStopping(Callback):
         """Say that it stopped."""
         if self.stopped_epoch and self.verbose:
             print(f"Epoch {self.stopped_epoch:05d}: early stopping", flush=True)
+
+
+def _one_rate(owner: str, optimizer: Any) -> Parameter:
+    if not isinstance(optimizer.learning_rate, Parameter):
+        raise ConfigError(
+            f"{owner} needs an optimizer with one number as its learning rate, not a list, a schedule or "
+            f"rates by group: got {optimizer.learning_rate!r}"
+        )
+    return optimizer.learning_rate
+
+
+class ReduceLROnPlateau(_Monitoring):
+    """Multiplies the learning rate by `factor` when a value has not improved for `patience` epochs.
+
+    Args:
+        monitor: "loss" in `train`; in `fit` also "eval_loss" or the name of a metric.
+        factor: above 0 and below 1.
+        patience: epochs without an improvement of more than `min_delta`.
+        cooldown: epochs after a change in which none is counted.
+        min_lr: the rate stays at least this.
+
+    Raises ValueError for an optimizer whose learning rate is not one number.
+    """
+
+    def __init__(
+        self,
+        monitor: str = "eval_loss",
+        factor: float = 0.1,
+        patience: int = 10,
+        verbose: bool = False,
+        mode: str = "auto",
+        min_delta: float = 1e-4,
+        cooldown: int = 0,
+        min_lr: float = 0,
+    ) -> None:
+        super().__init__(monitor, min_delta, patience, verbose, mode)
+        check_kind("ReduceLROnPlateau", "factor", factor, float)
+        if not 0.0 < factor < 1.0:
+            raise ConfigError(
+                f"For 'ReduceLROnPlateau', the 'factor' must be in range of (0, 1), got {factor}."
+            )
+        check_whole("ReduceLROnPlateau", "cooldown", cooldown, 0)
+        check_kind("ReduceLROnPlateau", "min_lr", min_lr, float, int)
+        self.factor, self.cooldown, self.min_lr = factor, cooldown, min_lr
+
+    def on_train_begin(self, run_context: RunContext) -> None:
+        """Forget an earlier run."""
+        super().on_train_begin(run_context)
+        self.cooldown_counter = 0
+
+    def on_train_epoch_end(self, run_context: RunContext) -> None:
+        """Look at the value, and lower the rate or go on."""
+        now = run_context.original_args()
+        rate = _one_rate("ReduceLROnPlateau", now.optimizer)
+        if (value := self._value(now)) is None:
+            return
+        if self.cooldown_counter:
+            self.cooldown_counter -= 1
+            self.wait = 0
+        if self._better(value, self.best):
+            self.best, self.wait = value, 0
+            return
+        if self.cooldown_counter:
+            return
+        self.wait += 1
+        if self.wait >= self.patience:
+            if rate.item() > self.min_lr:
+                rate.set_data(max(rate.item() * self.factor, self.min_lr))
+                if self.verbose:
+                    print(
+                        f"Epoch {now.cur_epoch_num:05d}: ReduceLROnPlateau reducing learning rate to "
+                        f"{rate.item()}.",
+                        flush=True,
+                    )
+            self.cooldown_counter, self.wait = self.cooldown, 0
+
+
+class LearningRateScheduler(Callback):
+    """Sets the learning rate after each step to `learning_rate_function(rate, step number)`.
+
+    Raises ValueError for an optimizer whose learning rate is not one number.
+    """
+
+    def __init__(self, learning_rate_function: Callable[[float, int], float]) -> None:
+        self.learning_rate_function = learning_rate_function
+
+    def on_train_step_end(self, run_context: RunContext) -> None:
+        """Ask for the rate of the next step."""
+        now = run_context.original_args()
+        rate = _one_rate("LearningRateScheduler", now.optimizer)
+        rate.set_data(float(self.learning_rate_function(rate.item(), now.cur_step_num)))
 
 
 class History(Callback):
