@@ -67,7 +67,7 @@ def run(
         threads: CPU threads of torch. Default: torch's own.
         data: Folder with MNIST's IDX files, instead of the bundled digits.
         plan: A plan (TOML) whose rules hold at all levels but O0, such as `halfstep doctor` writes.
-        time_limit: Seconds for all; the rows of a table take turns, and where time is short all of them end
+        time_limit: Seconds for all; the rows of a table are interleaved, and where time is short all of them end
             at the same step, before the last. Default: no limit; 165 for demo.
         report: Write an HTML report to this file.
         json: Print JSON instead of the table.
