@@ -53,9 +53,7 @@ def on_recipe(name: str, scale: str, seeds: int, share: float) -> dict[str, Any]
     task, steps = recipe.task(None), max(10, int(recipe.demo_steps * share))
     runs = []
     for seed in range(seeds):
-        run = train_once(
-            recipe, task, TrainSetting("O1", "fp16", scale), seed, steps, torch.device("cpu"), lambda _: None
-        )
+        run = train_once(recipe, task, TrainSetting("O1", "fp16", scale), seed, steps, torch.device("cpu"))
         loss = run.test[recipe.metric] if recipe.metric == "loss" else 100 - 100 * run.test[recipe.metric]
         runs.append({"skipped": len(run.skipped), "final": loss})
     return summary(runs)

@@ -33,12 +33,13 @@ def main() -> int:
     if answered is not None:
         return answered
     before = signal.signal(signal.SIGINT, _leave)
-    waits = sys.stderr.isatty()
-    if waits:
-        print("halfstep: importing torch ...", end="", file=sys.stderr, flush=True)
+    terminal = sys.stderr.isatty()
+    if terminal or (sys.argv[1] == "train" and "--json" not in sys.argv):
+        end = "" if terminal else "\n"
+        print("halfstep: importing torch ...", end=end, file=sys.stderr, flush=True)
     from halfstep.cli import main as run
 
-    if waits:
+    if terminal:
         print("\r\x1b[K", end="", file=sys.stderr, flush=True)
     signal.signal(signal.SIGINT, before)
     return run()

@@ -3,6 +3,7 @@
 import gzip
 import math
 import struct
+import time
 
 import pytest
 import torch
@@ -151,7 +152,7 @@ def test_a_recipe_builds_the_same_twice_and_learns(name):
     for a, b in zip(one.parameters(), other.parameters()):
         assert torch.equal(a, b)
     steps = 6 if name == "text-gpt" else 30
-    run = train_once(recipe, recipe.task(), TrainSetting("O1", "bf16"), 0, steps, CPU, lambda _: None)
+    run = train_once(recipe, recipe.task(), TrainSetting("O1", "bf16"), 0, steps, CPU)
     assert run.failed is None
     assert len(run.losses) == steps
     assert run.losses[-1] < 0.98 * run.losses[0]
@@ -179,7 +180,7 @@ def test_mixed_precision_keeps_the_accuracy(name, level, dtype):
     task = recipe.task()
     steps = 120 if name == "digits-mlp" else 60
     full = _base_accuracy(name, steps)
-    run = train_once(recipe, task, TrainSetting(level, dtype), 0, steps, CPU, lambda _: None)
+    run = train_once(recipe, task, TrainSetting(level, dtype), 0, steps, CPU)
     assert full > 0.9
     assert abs(run.test["accuracy"] - full) <= 0.015
 
@@ -190,7 +191,7 @@ _bases: dict[str, float] = {}
 def _base_accuracy(name, steps):
     if name not in _bases:
         recipe = recipe_of(name)
-        run = train_once(recipe, recipe.task(), TrainSetting("O0", None), 0, steps, CPU, lambda _: None)
+        run = train_once(recipe, recipe.task(), TrainSetting("O0", None), 0, steps, CPU)
         _bases[name] = run.test["accuracy"]
     return _bases[name]
 
@@ -202,7 +203,7 @@ def test_digits_faint_needs_a_scale_and_masters_in_fp16():
 
     def loss(level, dtype, scale=None):
         setting = TrainSetting(level, dtype, scale)
-        return train_once(recipe, task, setting, 0, 170, CPU, lambda _: None).test["loss"]
+        return train_once(recipe, task, setting, 0, 170, CPU).test["loss"]
 
     full = loss("O0", None)
     assert loss("O1", "fp16", "dynamic") == pytest.approx(full, rel=0.002)
@@ -304,9 +305,11 @@ def test_single_slow_rounds_are_no_noise_and_slow_parts_are():
 
 def test_times_are_taken_in_turns():
     order = []
-    seconds = measure.rounds_in_turn([lambda: order.append(0), lambda: order.append(1)], CPU, 3, warm_up=1)
+    steps = [lambda: order.append(0), lambda: (order.append(1), time.sleep(0.01))]
+    seconds, processor = measure.rounds_in_turn(steps, CPU, 3, warm_up=1)
     assert order == [0, 1] * 4
-    assert [len(taken) for taken in seconds] == [3, 3]
+    assert [len(taken) for taken in (*seconds, *processor)] == [3] * 4
+    assert min(seconds[1]) >= 0.01 > max(processor[1])  # who sleeps takes no processor
 
 
 def test_a_run_of_ours_that_fails_is_a_row_not_a_crash():
@@ -314,7 +317,8 @@ def test_a_run_of_ours_that_fails_is_a_row_not_a_crash():
     task = recipe.task()
     seen = []
     settings = [TrainSetting("O0", None), TrainSetting("O1", "fp16", "1e38")]
-    options = {"seeds": 1, "steps": 60, "device": CPU, "folder": None, "rounds": 1, "on_step": seen.append}
+    options = {"seeds": 1, "steps": 60, "device": CPU, "folder": None, "rounds": 1}
+    options["on_step"] = lambda name, share: seen.append(name)
     report = run_recipe(recipe, settings, **options)
     good, bad = report.rows
     assert good.failed is None

@@ -5,35 +5,42 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager
+from typing import Protocol
 
 from halfstep.cli._output import console
 
-Tell = Callable[[str], None]
-"""Hears the name of what is going on, once for each step of it."""
+
+class ShowProgress(Protocol):
+    """Takes the name of what is going on and, where it is known, which share of the whole is done."""
+
+    def __call__(self, name: str, share: float | None = None, /) -> None: ...
+
 
 _EVERY = 10.0
 
 
 @contextmanager
-def progress(what: str, total: int | None, quiet: bool, every: float = _EVERY) -> Generator[Tell]:
-    """Show `total` steps of work; without a terminal by lines such as `training text-gpt O1` unless `quiet`.
+def progress(what: str, quiet: bool, every: float = _EVERY) -> Generator[ShowProgress]:
+    """Show work that `what` names; without a terminal by lines such as `training text-gpt` unless `quiet`.
 
     Where nothing was printed for `every` seconds a line tells how far the work is, also within a long step.
-    `total` is None where nobody knows it.
     """
     if sys.stderr.isatty():
-        from rich.progress import MofNCompleteColumn, Progress
+        from rich.progress import Progress
 
-        columns = (*Progress.get_default_columns(), MofNCompleteColumn())
-        with Progress(*columns, console=console(stderr=True), transient=True) as bar:
-            task = bar.add_task(what, total=total)
-            yield lambda name: bar.update(task, advance=1, description=name)
+        with Progress(console=console(stderr=True), transient=True) as bar:
+            task = bar.add_task(what, total=None)
+
+            def show(name: str, share: float | None = None) -> None:
+                bar.update(task, description=name, completed=share, total=None if share is None else 1.0)
+
+            yield show
     elif quiet:
-        yield lambda name: None
+        yield lambda name, share=None: None
     else:
-        lines = _Lines(what, total, every)
+        lines = _Lines(what, every)
         beat = threading.Thread(target=lines.beat, daemon=True)
         beat.start()
         try:
@@ -43,38 +50,38 @@ def progress(what: str, total: int | None, quiet: bool, every: float = _EVERY) -
             beat.join()
 
 
-def _time_left(seconds: float, done: int, total: int | None) -> str:
-    """About how long the rest takes, where each step takes as long as those before."""
-    if not total or not done:
-        return ""
-    rest = seconds / done * (total - done)
-    return f", about {rest / 60:.0f} min left" if rest >= 90 else f", about {rest:.0f} s left"
+def _time_left(seconds: float, share: float) -> str:
+    """About how long the rest takes, where it goes on as fast as before."""
+    rest = seconds / share * (1.0 - share)
+    return f"about {rest / 60:.0f} min left" if rest >= 90 else f"about {rest:.0f} s left"
 
 
 class _Lines:
-    """A line for each name that begins, and one whenever `every` seconds passed without any."""
+    """A line where work begins, for each new name without a share, and after `every` silent seconds."""
 
-    def __init__(self, what: str, total: int | None, every: float) -> None:
-        self.what, self.total, self.every = what, total, every
+    def __init__(self, what: str, every: float) -> None:
+        self.what, self.every = what, every
         self.name = ""
-        self.done = 0
+        self.share: float | None = None
         self.started = self.printed = time.monotonic()
         self.ended = threading.Event()
 
-    def report(self, name: str) -> None:
-        self.done += 1
-        if name != self.name:
-            self.name = name
+    def report(self, name: str, share: float | None = None, /) -> None:
+        if share is None and name != self.name:
             self._print(f"{self.what} {name}")
+        elif not self.name:
+            self._print(self.what)
+        self.name, self.share = name, share
 
     def beat(self) -> None:
         while not self.ended.wait(max(0.01, self.printed + self.every - time.monotonic())):
             now = time.monotonic()
             if now - self.printed >= self.every:
                 seconds = now - self.started
-                share = "" if self.total is None else f"step {self.done} of {self.total} in all, "
-                rest_text = _time_left(seconds, self.done, self.total)
-                self._print(f"  {self.name or self.what}: {share}{seconds:.0f} s{rest_text}")
+                parts = [f"{seconds:.0f} s"]
+                if self.share:
+                    parts = [f"{100 * self.share:.0f} %", *parts, _time_left(seconds, self.share)]
+                self._print(f"  {self.name or self.what}: {', '.join(parts)}")
 
     def _print(self, line: str) -> None:
         self.printed = time.monotonic()

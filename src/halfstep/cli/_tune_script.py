@@ -24,7 +24,7 @@ from torch import Tensor
 
 import halfstep
 from halfstep.cli._foreign_script import ForeignScript
-from halfstep.cli._progress import Tell
+from halfstep.cli._progress import ShowProgress
 from halfstep.convert.layout import convolution_weights
 from halfstep.doctor.process import StopScript, in_words, run_in_process, run_main, seed
 from halfstep.errors import ConfigError
@@ -48,7 +48,11 @@ TURNS = 3
 
 
 def tune_script(
-    path: Path, args: Sequence[str], dtype: str | None, seconds: float, report: Tell = lambda name: None
+    path: Path,
+    args: Sequence[str],
+    dtype: str | None,
+    seconds: float,
+    report: ShowProgress = lambda name, share=None: None,
 ) -> Tuning:
     """Run the script under O0, O1, O2 and channels_last for the fastest, and decide; `report` each run.
 

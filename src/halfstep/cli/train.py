@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shlex
 import sys
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -23,7 +25,7 @@ from halfstep.formats import dtype_name
 from halfstep.policy.levels import LEVELS, LOW_DTYPES, dtype_of, level_of
 from halfstep.policy.plan import Plan
 from halfstep.recipes import RECIPES, Recipe, recipe_of
-from halfstep.recipes.runs import TimeBudget, TrainSetting, run_recipe, tune_recipe
+from halfstep.recipes.runs import Pace, TrainSetting, run_recipe, seconds_of, tune_recipe
 from halfstep.report import write_report
 from halfstep.report.comparison import Comparison, RecipeRows
 from halfstep.report.words import cells, columns, find_recommended, verdict
@@ -53,7 +55,7 @@ def run(
     Under torchrun the ranks share each batch (DistributedDataParallel), and the first one reports.
 
     Args:
-        recipe: digits-mlp, digits-cnn, text-gpt, digits-faint, several separated by commas, or demo (all).
+        recipe: digits-mlp, digits-faint, digits-cnn, text-gpt, several separated by commas, or demo (all).
         level: Levels to compare, O0 to O3, words such as bf16-mixed, or auto: what trains the recipe fastest
             on this machine, measured first (at most a minute a recipe). Default: O0,O1; all four for demo.
         dtype: 16-bit dtypes to compare, bf16 or fp16. Default: what the device prefers; both for demo.
@@ -65,8 +67,8 @@ def run(
         threads: CPU threads of torch. Default: torch's own.
         data: Folder with MNIST's IDX files, instead of the bundled digits.
         plan: A plan (TOML) whose rules hold at all levels but O0, such as `halfstep doctor` writes.
-        time_limit: Seconds for all trainings together; one that takes far more than its share is stopped and
-            its row says so. Default: no limit; 240 for demo.
+        time_limit: Seconds for all; the rows of a table are interleaved, and where time is short all of them end
+            at the same step, before the last. Default: no limit; 165 for demo.
         report: Write an HTML report to this file.
         json: Print JSON instead of the table.
     """
@@ -84,12 +86,13 @@ def run(
         (each_recipe, precisions.settings(each_recipe, where, data), length)
         for each_recipe, length in zip(recipes, lengths)
     ]
-    budget = TimeBudget(limit, sum(len(settings) * seeds for _, settings, _ in jobs))
-    total = sum(length * len(settings) * seeds for _, settings, length in jobs)
     with joined(where):
-        results: list[RecipeRows] = []
-        with progress("training", total, quiet=json or rank() != 0) as on_step:
-            for each_recipe, settings, length in jobs:
+        quiet = json or rank() != 0
+        pace = _pace(jobs, seeds, limit, where, data, quiet)
+        document = Comparison(_machine(where, memory_kept), results := list[RecipeRows]())
+        interrupted = False
+        for each_recipe, settings, length in jobs:
+            with progress(f"training {each_recipe.name}", quiet) as on_step:
                 result = run_recipe(
                     each_recipe,
                     settings,
@@ -99,22 +102,40 @@ def run(
                     folder=data,
                     rounds=12 if demo else 24,
                     on_step=on_step,
-                    budget=budget,
+                    pace=pace,
                 )
+            if result.rows:
                 results.append(result)
-                if result.interrupted:
-                    break
+                if not quiet:
+                    _print_table(result, document.slow)
+            interrupted = result.interrupted
+            if interrupted:
+                break
         if rank() == 0:
-            ended = [result for result in results if result.rows]
-            document = Comparison(_machine(where, memory_kept), ended)
             if report is not None:
                 write_report(document, report)
             if json:
                 print_json(document.as_dict())
             else:
-                _print(document, report)
-    if results[-1].interrupted:
+                _print_remarks(document, limit, report)
+    if interrupted:
         raise KeyboardInterrupt
+
+
+_Jobs = Sequence[tuple[Recipe, list[TrainSetting], int]]
+"""Of each recipe the settings and the steps to train."""
+
+
+def _pace(
+    jobs: _Jobs, seeds: int, limit: float | None, device: torch.device, data: str | None, quiet: bool
+) -> Pace:
+    """Return when each recipe is to end; where there is a limit, a few steps of each are timed first."""
+    if limit is None:
+        return Pace(None, [1.0] * len(jobs))
+    began = time.monotonic()
+    with progress("timing a few steps", quiet):
+        weights = [seconds_of(*job[:2], seeds, job[2], device, data) for job in jobs]
+    return Pace(limit - (time.monotonic() - began), weights)
 
 
 def _recipes(names: str) -> list[Recipe]:
@@ -213,7 +234,7 @@ def _at_least_one(name: str, value: int) -> int:
     return value
 
 
-_DEMO_SECONDS = 240.0
+_DEMO_SECONDS = 165.0
 
 
 def _time_limit(seconds: float | None, demo: bool) -> float | None:
@@ -260,29 +281,35 @@ def _machine(device: torch.device, memory_kept: bool) -> dict[str, Any]:
     return facts | {"slow": {name: c.why for name, c in capabilities.items() if c.status == "slow"}}
 
 
-def _print(document: Comparison, report: Path | None) -> None:
+def _print_table(recipe: RecipeRows, slow: Mapping[str, str]) -> None:
     out = console()
-    for recipe in document.recipes:
-        out.print(f"{recipe.name}: {verdict(recipe)}", style="bold", markup=False, soft_wrap=True)
-        title = f"{recipe.name}: {recipe.about} ({recipe.data}, {recipe.trained})"
-        heads = columns(recipe.metric)
-        best = find_recommended(recipe)
-        rows = [
-            [Text(cell, "bold" if row is best else "") for cell in cells(row, recipe.metric, document.slow)]
-            for row in recipe.rows
-        ]
-        out.print(table(title, heads, rows, ",".join(heads[1:])))
-        for row in recipe.rows:
-            remarks = [(f": {row.why}", "")] if row.why else []
-            remarks += [(f" failed: {row.failed}", "red")] if row.failed else []
-            remarks += [(f" {row.stopped}", "red")] if row.stopped else []
-            remarks += [(f": {text}", "yellow") for run in row.runs for text in run.warnings]
-            for text, style in dict.fromkeys(remarks):
-                out.print(row.label + text, style=style, markup=False)
+    out.print(f"{recipe.name}: {verdict(recipe)}", style="bold", markup=False, soft_wrap=True)
+    title = f"{recipe.name}: {recipe.about} ({recipe.data}, {recipe.trained})"
+    heads = columns(recipe.metric)
+    best = find_recommended(recipe)
+    rows = [
+        [Text(cell, "bold" if row is best else "") for cell in cells(row, recipe.metric, slow)]
+        for row in recipe.rows
+    ]
+    out.print(table(title, heads, rows, ",".join(heads[1:])))
+    for row in recipe.rows:
+        remarks = [(f": {row.why}", "")] if row.why else []
+        remarks += [(f" failed: {row.failed}", "red")] if row.failed else []
+        remarks += [(f": {text}", "yellow") for run in row.runs for text in run.warnings]
+        for text, style in dict.fromkeys(remarks):
+            out.print(row.label + text, style=style, markup=False)
+
+
+def _print_remarks(document: Comparison, limit: float | None, report: Path | None) -> None:
+    out = console()
     used = {row.dtype for recipe in document.recipes for row in recipe.rows}
     for name, why in ((n, w) for n, w in document.slow.items() if n in used):
         out.print(
             f"{name} is slow here ({why}): inputs and outputs are rounded to {name}, the arithmetic is fp32."
+        )
+    if any(recipe.shortened for recipe in document.recipes):
+        out.print(
+            f"Trainings were shortened to end within {limit:g} s; --time-limit SECONDS gives them more."
         )
     memory_kept = document.machine["freed_memory_kept"]
     out.print(

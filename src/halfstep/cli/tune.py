@@ -56,7 +56,7 @@ def run(
     if compile and target.endswith(".py"):
         raise ConfigError(f"--compile is for recipes: {target} decides itself what it compiles")
     check_report(out, "--out")
-    with progress(f"tuning {target}", None, quiet=json) as report:
+    with progress(f"tuning {target}", quiet=json) as report:
         if target.endswith(".py"):
             tuning = _tune_script.tune_script(Path(target), args, dtype, seconds, report)
         else:

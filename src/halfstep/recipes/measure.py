@@ -48,18 +48,23 @@ def noise(seconds: Sequence[float]) -> float:
 
 def rounds_in_turn(
     steps: Sequence[Step], device: torch.device, rounds: int, warm_up: int = 2
-) -> list[list[float]]:
-    """Return seconds of each step in each of `rounds` rounds in which every step runs once."""
+) -> tuple[list[list[float]], list[list[float]]]:
+    """Return seconds, and seconds of processor time, of each step in each of `rounds` rounds.
+
+    In a round every step runs once. Processor time counts all threads of this process, and no other's.
+    """
     seconds: list[list[float]] = [[] for _ in steps]
+    processor: list[list[float]] = [[] for _ in steps]
     for turn in range(warm_up + rounds):
-        for step, times in zip(steps, seconds):
+        for step, times, own_times in zip(steps, seconds, processor):
             _wait(device)
-            started = time.perf_counter()
+            started, own_started = time.perf_counter(), time.process_time()
             step()
             _wait(device)
             if turn >= warm_up:
                 times.append(time.perf_counter() - started)
-    return seconds
+                own_times.append(time.process_time() - own_started)
+    return seconds, processor
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> dict[int, int]:

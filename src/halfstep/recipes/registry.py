@@ -117,6 +117,20 @@ _ALL = (
         data=_images(0.1307, 0.3081),
     ),
     Recipe(
+        name="digits-faint",
+        about="784-512-784 autoencoder with gradients below fp16's range and updates below its spacing",
+        metric="loss",
+        steps=500,
+        demo_steps=500,
+        batch_size=64,
+        model=_models.ink_autoencoder,
+        # The loss averages over all 64 x 784 elements: the rate is 784 times what a sum over pixels needs.
+        optimizer=lambda parameters, master: SGD(parameters, lr=784 * 0.4, momentum=0.9, master=master),
+        loss=lambda predicted, target: F.kl_div(predicted, target, reduction="none").mean(),
+        data=_images(0.0, 1.0, target=_ink),
+        scales=("dynamic", "none"),
+    ),
+    Recipe(
         name="digits-cnn",
         about="two 5x5 convolutions on handwritten digits, log_softmax and negative log-likelihood",
         metric="accuracy",
@@ -141,20 +155,6 @@ _ALL = (
         ),
         loss=lambda logits, target: F.cross_entropy(logits.flatten(0, 1), target.flatten()),
         data=_text,
-    ),
-    Recipe(
-        name="digits-faint",
-        about="784-512-784 autoencoder with gradients below fp16's range and updates below its spacing",
-        metric="loss",
-        steps=500,
-        demo_steps=500,
-        batch_size=64,
-        model=_models.ink_autoencoder,
-        # The loss averages over all 64 x 784 elements: the rate is 784 times what a sum over pixels needs.
-        optimizer=lambda parameters, master: SGD(parameters, lr=784 * 0.4, momentum=0.9, master=master),
-        loss=lambda predicted, target: F.kl_div(predicted, target, reduction="none").mean(),
-        data=_images(0.0, 1.0, target=_ink),
-        scales=("dynamic", "none"),
     ),
 )
 

@@ -5,6 +5,7 @@ Their `summary` is what the command line prints and the report draws.
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 import time
@@ -12,6 +13,7 @@ import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,57 +34,49 @@ from halfstep.tuning.op_times import step_times
 from halfstep.tuning.search import SECONDS, Tuning
 
 
-class OutOfTime(HalfstepError):
-    """A training has used its share of the time; the message says how far it came."""
+class Pace:
+    """Until when each of several jobs may go on, so that all end within `seconds`; None for no limit.
 
-
-class TimeBudget:
-    """`seconds` in all for a number of trainings, None for no limit.
-
-    A training may take up to three times an equal share of what is left, so that long recipes fit beside
-    short ones; what it does not use stays for the others. All take at most `seconds` and a step each.
+    A job gets the share of the seconds left that its weight has among the weights of the jobs left: what one
+    does not use stays for the others.
     """
 
-    PATIENCE = 3.0
-
     def __init__(
-        self, seconds: float | None, trainings: int, clock: Callable[[], float] = time.monotonic
+        self,
+        seconds: float | None,
+        weights: Sequence[float],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.trainings, self.clock = trainings, clock
+        self.clock, self.weights = clock, list(weights)
         self.ends = math.inf if seconds is None else clock() + seconds
-        self.started, self.limit = 0.0, math.inf
+        self.began = self.until = self.ends
 
-    def start(self) -> None:
-        """The next training begins, and its share runs from now."""
-        self.started = self.clock()
-        seconds_left = max(0.0, self.ends - self.started)
-        self.limit = min(seconds_left, self.PATIENCE * seconds_left / max(1, self.trainings))
-        self.trainings -= 1
+    def begin(self) -> None:
+        """The next job begins now."""
+        self.began = self.clock()
+        share = self.weights[0] / sum(self.weights)
+        self.until = self.began + share * max(0.0, self.ends - self.began)
+        del self.weights[0]
 
-    def check(self, done: int, steps: int) -> None:
-        """Raise OutOfTime if the share is used up after `done` of `steps` steps; not at the last one."""
-        used = self.clock() - self.started
-        if done < steps and used > self.limit:
-            raise OutOfTime(
-                f"stopped after {done} of {steps} steps, {used:.0f} s: at {used / max(1, done):.2g} s a step "
-                "it would use more than its share of the time limit; raise --time-limit or give fewer --steps"
-            )
+    def share_used(self) -> float:
+        """Return which share of its time the job has used; 0 where it has no limit."""
+        return min(1.0, (self.clock() - self.began) / max(1e-9, self.until - self.began))
+
+    def allows(self, seconds: float) -> bool:
+        """Whether so many more seconds end in time."""
+        return self.clock() + seconds <= self.until
 
 
-class ShareOfBatches:
-    """Of every batch this rank's share: every so many-th example. All of it on one rank."""
-
-    def __init__(self, batches: Iterable[tuple[Tensor, Tensor]]) -> None:
-        self._batches = batches
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        ranks, this_rank = world_size(), rank()
-        for x, y in self._batches:
+def _endless(batches: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Of every batch, pass after pass, this rank's share: every so many-th example. All of it on one rank."""
+    ranks, this_rank = world_size(), rank()
+    while True:
+        for x, y in batches:
             yield x[this_rank::ranks], y[this_rank::ranks]
 
 
-OnStep = Callable[[str], None]
-"""Told, after every step of every run, the name of the run."""
+OnStep = Callable[[str, float], None]
+"""Told, after every step of every run, the name of the run and which share of the recipe is done."""
 
 
 @dataclass(frozen=True)
@@ -168,27 +162,20 @@ def _row(
         skipped=sum(len(run.skipped) for run in runs),
         last_scale=next((run.scales[-1] for run in reversed(runs) if run.scales), None),
         failed=next((run.failed for run in runs if run.failed), None),
-        stopped=_why_stopped(runs),
         diverged=sum(run.diverged_at is not None for run in runs),
         runs=runs,
         **measured,
     )
 
 
-def _why_stopped(runs: Sequence[SeedRun]) -> str | None:
-    """Why the time budget stopped a run; None where none was."""
-    return next((run.stopped for run in runs if run.stopped), None)
+class _AfterStep(Callback):
+    """Calls a function after each step."""
 
-
-class _ReportProgress(Callback):
-    """Tells of each step, and ends the training when its share of the time is used up."""
-
-    def __init__(self, on_step: OnStep, name: str, budget: TimeBudget, steps: int) -> None:
-        self.on_step, self.name, self.budget, self.steps = on_step, name, budget, steps
+    def __init__(self, call: Callable[[], None]) -> None:
+        self.call = call
 
     def on_step_end(self, trainer: Trainer) -> None:
-        self.on_step(self.name)
-        self.budget.check(trainer.step, self.steps)
+        self.call()
 
 
 @contextmanager
@@ -204,43 +191,75 @@ def _our_warnings(messages: list[str]) -> Generator[None]:
             warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
 
 
+class Training:
+    """One training of a recipe, taken as far as is asked; our errors and warnings go into its `run`."""
+
+    def __init__(
+        self, recipe: Recipe, task: Task, setting: TrainSetting, seed: int, after_step: Callable[[str], None]
+    ) -> None:
+        self.recipe, self.task, self.setting = recipe, task, setting
+        self.after_step = partial(after_step, f"{recipe.name} {setting.label}")
+        self.run = SeedRun(seed)
+        self._batches = _endless(task.train(seed))
+        self._trainer: Trainer | None = None
+
+    def train_to(self, step: int, device: torch.device) -> None:
+        """Train until step number `step`, unless an error has ended it."""
+        run = self.run
+        with _our_warnings(run.warnings):
+            if self._trainer is None:
+                self._trainer = self._make_trainer(device)
+            if run.failed is not None:
+                return
+            try:
+                self._trainer.fit(self._batches, steps=step)
+            except HalfstepError as error:
+                run.failed = str(error)
+        history = self._trainer.history
+        run.losses += history.losses
+        run.skipped += history.skipped
+        run.scales += [log.scale for log in history.steps]
+        run.diverged_at = history.diverged_at if run.diverged_at is None else run.diverged_at
+
+    def _make_trainer(self, device: torch.device) -> Trainer:
+        model, optimizer = self.recipe.build(self.run.seed, self.setting.level)
+        return Trainer(
+            model,
+            optimizer,
+            self.recipe.loss,
+            device=device,
+            metrics={"accuracy": accuracy} if self.recipe.metric == "accuracy" else {},
+            callbacks=[_AfterStep(self.after_step)],
+            progress=False,
+            wrap=nn.parallel.DistributedDataParallel if world_size() > 1 else None,
+            **self.setting.prepare_options(),
+        )
+
+    def end(self) -> None:
+        """Evaluate what was trained, and let go of it; does nothing the second time."""
+        run, trainer = self.run, self._trainer
+        if trainer is not None and run.failed is None and not run.test:
+            with _our_warnings(run.warnings):
+                try:
+                    run.test = trainer.evaluate(self.task.test)
+                except HalfstepError as error:
+                    run.failed = str(error)
+        self._trainer = None
+
+    @property
+    def ended(self) -> bool:
+        """Whether it was evaluated, or an error ended it."""
+        return bool(self.run.test) or self.run.failed is not None
+
+
 def train_once(
-    recipe: Recipe,
-    task: Task,
-    setting: TrainSetting,
-    seed: int,
-    steps: int,
-    device: torch.device,
-    on_step: OnStep,
-    budget: TimeBudget | None = None,
+    recipe: Recipe, task: Task, setting: TrainSetting, seed: int, steps: int, device: torch.device
 ) -> SeedRun:
     """Train the recipe from `seed` and evaluate it; our errors and warnings become part of the result."""
-    model, optimizer = recipe.build(seed, setting.level)
-    run, budget = SeedRun(seed), budget or TimeBudget(None, 1)
-    budget.start()
-    trainer = Trainer(
-        model,
-        optimizer,
-        recipe.loss,
-        device=device,
-        metrics={"accuracy": accuracy} if recipe.metric == "accuracy" else {},
-        callbacks=[_ReportProgress(on_step, f"{recipe.name} {setting.label}", budget, steps)],
-        progress=False,
-        wrap=nn.parallel.DistributedDataParallel if world_size() > 1 else None,
-        **setting.prepare_options(),
-    )
-    with _our_warnings(run.warnings):
-        try:
-            trainer.fit(ShareOfBatches(task.train(seed)), steps=steps)
-            run.test = trainer.evaluate(task.test)
-        except OutOfTime as error:
-            run.stopped = str(error)
-        except HalfstepError as error:
-            run.failed = str(error)
-    history = trainer.history
-    run.losses, run.skipped, run.diverged_at = history.losses, history.skipped, history.diverged_at
-    run.scales = [log.scale for log in history.steps]
-    return run
+    training = Training(recipe, task, setting, seed, lambda name: None)
+    training.train_to(steps, device)
+    training.end()
+    return training.run
 
 
 class TimedSetting:
@@ -271,31 +290,89 @@ class TimedSetting:
         return [tensor for tensor in tensors if isinstance(tensor, Tensor)]
 
 
+#: To evaluate and measure every setting takes as long as about so many rounds of training steps.
+AFTER_TRAINING = 30
+#: Into so many parts trainings are cut that take turns.
+_PARTS = 50
+
+
+def seconds_of(
+    recipe: Recipe,
+    settings: Sequence[TrainSetting],
+    seeds: int,
+    steps: int,
+    device: torch.device,
+    folder: str | None,
+) -> float:
+    """Return about how many seconds `run_recipe` takes, from three steps at the first of the settings."""
+    timed = TimedSetting(recipe, recipe.task(folder), settings[0], device)
+    with _our_warnings([]):
+        seconds, _ = measure.rounds_in_turn([timed.step], device, rounds=3, warm_up=1)
+    return statistics.median(seconds[0]) * len(settings) * (steps * seeds + AFTER_TRAINING)
+
+
 def measure_settings(
-    recipe: Recipe, task: Task, settings: Sequence[TrainSetting], device: torch.device, rounds: int
+    recipe: Recipe,
+    task: Task,
+    settings: Sequence[TrainSetting],
+    device: torch.device,
+    rounds: int,
+    for_report: bool = True,
 ) -> dict[TrainSetting, dict[str, Any]]:
-    """Time, memory, bound and costliest ops of a step at each setting, the times taken in turns."""
+    """Time and memory of a step at each setting, times in turns; bound and costliest ops for a report."""
     benches = [TimedSetting(recipe, task, setting, device) for setting in settings]
     results: dict[TrainSetting, dict[str, Any]] = {}
     with _our_warnings([]):  # the trainings have told them already
-        seconds = measure.rounds_in_turn([bench.step for bench in benches], device, rounds)
-        times = [step_times(bench.step, [bench.model], steps=2) for bench in benches]
-        full = next((t for setting, t in zip(settings, times) if setting.dtype is None), None)
-        for setting, bench, step_seconds, ops in zip(settings, benches, seconds, times):
-            median = statistics.median(step_seconds)
+        timed = measure.rounds_in_turn([bench.step for bench in benches], device, rounds)
+        for setting, bench, seconds, processor in zip(settings, benches, *timed):
+            median = statistics.median(seconds)
             with measure.memory_peak(bench.resident(), device) as peak:
                 bench.step()
             results[setting] = {
                 "seconds": median,
-                "noise": measure.noise(step_seconds),
+                "noise": measure.noise(seconds),
                 "samples_per_second": recipe.batch_size / median,
                 "saved_bytes": measure.bytes_saved_by(bench.forward, bench.model.parameters()),
                 "peak_bytes": peak[0],
-                "bound": measure.find_bound(measure.work_of(bench.step), device),
-                "ops": measure.costliest(ops, full),
-                "profiled": ops.seconds,
             }
+            if device.type == "cpu":
+                results[setting]["processor_seconds"] = statistics.median(processor)
+                results[setting]["processor_noise"] = measure.noise(processor)
+        if for_report:
+            times = [step_times(bench.step, [bench.model], steps=2) for bench in benches]
+            full = next((t for setting, t in zip(settings, times) if setting.dtype is None), None)
+            for setting, bench, ops in zip(settings, benches, times):
+                results[setting] |= {
+                    "bound": measure.find_bound(measure.work_of(bench.step), device),
+                    "ops": measure.costliest(ops, full),
+                    "profiled": ops.seconds,
+                }
     return results
+
+
+def _train_in_turns(
+    trainings: Sequence[Training], steps: int, seeds: int, pace: Pace, device: torch.device
+) -> tuple[int, bool]:
+    """Train and evaluate all; return the step at which all of them ended, and whether time was short then.
+
+    Where there is a limit they take turns, a part of their steps at a time, until the next part would leave
+    too little time to evaluate and measure; never less than a tenth of their steps.
+    """
+    part = steps if pace.until == math.inf else max(1, steps // _PARTS)
+    began, done, in_time = pace.clock(), 0, True
+    while done < steps:
+        done = min(done + part, steps)
+        for training in trainings:
+            training.train_to(done, device)
+            if done == steps:
+                training.end()
+        round_seconds = (pace.clock() - began) / (done * seeds)
+        in_time = pace.allows(AFTER_TRAINING / 2 * round_seconds)
+        if 10 * done >= steps and not pace.allows((part * seeds + AFTER_TRAINING) * round_seconds):
+            break
+    for training in trainings:
+        training.end()
+    return done, in_time
 
 
 def run_recipe(
@@ -308,31 +385,37 @@ def run_recipe(
     folder: str | None,
     rounds: int,
     on_step: OnStep,
-    budget: TimeBudget | None = None,
+    pace: Pace | None = None,
 ) -> RecipeRows:
     """Train the recipe at every setting from seeds 0 to `seeds` - 1, then measure each setting's step.
 
-    Every training takes its share of `budget`; a setting whose training was stopped is not tried with further
-    seeds, and is not measured. Ctrl-C ends the work: the result has the trainings that ended before.
+    Where `pace` has a limit, all trainings end at the same step, and what only a report shows is left out if
+    time is short. Ctrl-C ends the work: the result has the trainings that ended before.
     """
+    pace = Pace(None, [1.0]) if pace is None else pace
+    pace.begin()
     task = recipe.task(folder)
-    trained: list[tuple[TrainSetting, list[SeedRun]]] = [(setting, []) for setting in settings]
+    taken = itertools.count(1)
+
+    def after_step(name: str) -> None:
+        on_step(name, max(next(taken) / (steps * seeds * len(settings)), pace.share_used()))
+
+    trainings = [
+        (setting, [Training(recipe, task, setting, seed, after_step) for seed in range(seeds)])
+        for setting in settings
+    ]
     results: dict[TrainSetting, dict[str, Any]] = {}
-    interrupted = False
+    done, interrupted = steps, False
     try:
-        for setting, runs in trained:
-            for seed in range(seeds):
-                if not _why_stopped(runs):
-                    runs.append(train_once(recipe, task, setting, seed, steps, device, on_step, budget))
-                elif budget:
-                    budget.start()  # its share stays for the others
-        results = measure_settings(
-            recipe, task, [s for s, runs in trained if not _why_stopped(runs)], device, rounds
-        )
+        all_trainings = [training for _, of_setting in trainings for training in of_setting]
+        done, in_time = _train_in_turns(all_trainings, steps, seeds, pace, device)
+        rounds = rounds if in_time else min(rounds, 6)
+        results = measure_settings(recipe, task, settings, device, rounds, for_report=in_time)
     except KeyboardInterrupt:
         interrupted = True
-        trained = [(setting, runs) for setting, runs in trained if runs]
-    return replace(summary(recipe, task.name, steps, seeds, trained, results), interrupted=interrupted)
+    trained = [(setting, [t.run for t in of_setting if t.ended]) for setting, of_setting in trainings]
+    rows = summary(recipe, task.name, done, seeds, [(s, runs) for s, runs in trained if runs], results)
+    return replace(rows, steps_asked=steps, interrupted=interrupted)
 
 
 def tune_recipe(

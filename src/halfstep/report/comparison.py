@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass
 class SeedRun:
-    """One training: loss and scale at each step, skipped steps, test metrics; or why it failed or stopped."""
+    """One training: loss and scale at each step, skipped steps, test metrics; or why it failed."""
 
     seed: int
     losses: list[float] = field(default_factory=list)
@@ -18,7 +18,6 @@ class SeedRun:
     test: dict[str, float] = field(default_factory=dict)
     diverged_at: int | None = None
     failed: str | None = None
-    stopped: str | None = None
     warnings: list[str] = field(default_factory=list)
 
 
@@ -56,7 +55,8 @@ class SettingRow:
     """One setting's summary and raw runs; None for what was not measured.
 
     `mean` and `spread` are of the test metric over seeds, `difference` is of the mean from O0's; `seconds`
-    and `noise` are of a step, `profiled` the seconds of the step whose costliest `ops` are listed.
+    and `noise` are of a step, on the clock and in processor time; `profiled` the seconds of the step whose
+    costliest `ops` are listed.
     """
 
     label: str
@@ -68,13 +68,14 @@ class SettingRow:
     why: str = ""
     seconds: float | None = None
     noise: float | None = None
+    processor_seconds: float | None = None
+    processor_noise: float | None = None
     samples_per_second: float | None = None
     peak_bytes: int | None = None
     saved_bytes: int | None = None
     skipped: int = 0
     last_scale: float | None = None
     failed: str | None = None
-    stopped: str | None = None
     diverged: int = 0
     bound: Bound | None = None
     ops: Sequence[OpCost] = ()
@@ -86,7 +87,8 @@ class SettingRow:
 class RecipeRows:
     """A recipe at every setting; `data` says what it was trained on, `metric` is "accuracy" or "loss".
 
-    `interrupted`: Ctrl-C ended the work, so settings may be missing.
+    All were trained for `steps`, fewer than `steps_asked` where the time had a limit. `interrupted`: Ctrl-C
+    ended the work, so settings may be missing.
     """
 
     name: str
@@ -98,6 +100,7 @@ class RecipeRows:
     seeds: int
     rows: Sequence[SettingRow]
     interrupted: bool = False
+    steps_asked: int | None = None
 
     @property
     def base(self) -> SettingRow | None:
@@ -107,7 +110,13 @@ class RecipeRows:
     @property
     def trained(self) -> str:
         """How many steps and seeds, in words."""
-        return f"{self.steps} steps, {self.seeds} seed" + ("s" if self.seeds > 1 else "")
+        asked = f" of {self.steps_asked}" if self.shortened else ""
+        return f"{self.steps}{asked} steps, {self.seeds} seed" + ("s" if self.seeds > 1 else "")
+
+    @property
+    def shortened(self) -> bool:
+        """Whether the limit of time ended the trainings before the steps that were asked for."""
+        return self.steps_asked is not None and self.steps < self.steps_asked
 
 
 @dataclass(frozen=True)

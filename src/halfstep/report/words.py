@@ -5,7 +5,7 @@ Headings and cells are the same on the terminal and in the page; every sentence 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from math import isfinite
 from statistics import median
 
@@ -40,7 +40,7 @@ def cells(row: Row, metric: str, slow: Mapping[str, str]) -> list[str]:
 
 def _final(row: Row, metric: str) -> str:
     if row.mean is None:
-        return "stopped" if row.stopped else "failed"
+        return "failed"
     if not isfinite(row.mean):
         return "diverged"
     text = _value(row.mean, metric)
@@ -93,8 +93,6 @@ def _against(row: Row, base: Row | None) -> str:
 def _scaling(row: Row) -> str:
     if row.failed:
         return f"A run failed: {row.failed.rstrip('.')}."
-    if row.stopped:
-        return f"A run was {row.stopped.rstrip('.')}."
     if row.diverged:
         return f"{row.diverged} of {len(row.runs)} runs diverged: the loss became NaN or infinite."
     scales = {scale for run in row.runs for scale in run.scales}
@@ -169,13 +167,13 @@ BUSY = 0.25
 
 def find_recommended(recipe: RecipeRows) -> Row | None:
     """The row that trains as well as O0's and pays; None where O0 stays, or where nothing can be said."""
-    base = recipe.base
-    if base is None or not base.seconds or busy(recipe):
+    base, clock = recipe.base, _clock(recipe)
+    if base is None or not base.seconds or clock is None:
         return None
     good = _good(recipe, base)
     if not good:
         return None
-    times = {row.label: _ratio(row.seconds, base.seconds) for row in good}
+    times = {row.label: _ratio(clock(row), clock(base)) for row in good}
     best = min(good, key=lambda row: times[row.label])
     with_masters = [row for row in good if row.level != "O3"]
     if best.level == "O3" and with_masters:
@@ -193,17 +191,22 @@ def verdict(recipe: RecipeRows) -> str:
     rows, base = recipe.rows, recipe.base
     if recipe.interrupted:
         return f"Interrupted: no verdict; {len(rows)} setting{'s' if len(rows) > 1 else ''} trained"
-    if base is None or not base.seconds:
+    if base is None:
         return "No verdict: compare with O0 (--level O0,...)"
+    if base.failed or base.diverged:
+        return f"No verdict: O0 itself {'failed' if base.failed else 'diverged'}"
     good = _good(recipe, base)
     if not good:
         return f"Keep fp32 (O0): no other setting trains as well ({len(rows) - 1} compared)"
-    if busy(recipe):
-        return f"No verdict on speed: {busy(recipe)}. Run it again when the machine is quiet"
     best = find_recommended(recipe)
     if best is not None:
-        return f"Recommended: {best.label}. {_gains(best, base, recipe)}: {code(best)}"
+        remark = f" ({busy(recipe)})" if busy(recipe) else ""
+        return f"Recommended: {best.label}. {_gains(best, base, recipe)}{remark}: {code(best)}"
     small = min(good, key=lambda row: row.peak_bytes or float("inf"))
+    if _clock(recipe) is None:
+        return (
+            f"Speed not judged: {busy(recipe)}. {small.label}: {_gains(small, base, recipe)}: {code(small)}"
+        )
     if _ratio(small.peak_bytes, base.peak_bytes) <= _SMALLER:
         return f"Keep fp32 (O0): no setting here is faster. {small.label}: {_gains(small, base, recipe)}"
     return "Keep fp32 (O0): no setting here is faster"
@@ -220,11 +223,30 @@ def busy(recipe: RecipeRows) -> str:
     noise = median(noises) if noises else 0.0  # other work slows every setting of a round
     if noise <= BUSY:
         return ""
-    return f"this machine is busy: times differ by {100 * noise:.0f} % from round to round"
+    return f"the machine is busy: times differ by {100 * noise:.0f} % from round to round"
+
+
+def _on_clock(row: Row) -> float | None:
+    return row.seconds
+
+
+def _of_processor(row: Row) -> float | None:
+    return row.processor_seconds
+
+
+def _clock(recipe: RecipeRows) -> Callable[[Row], float | None] | None:
+    """Return by which time of a step settings are compared: of the clock, or of the processor if that varies.
+
+    None where both vary.
+    """
+    if not busy(recipe):
+        return _on_clock
+    noises = [row.processor_noise for row in recipe.rows if row.processor_noise is not None]
+    return _of_processor if noises and median(noises) <= BUSY else None
 
 
 def _as_good(row: Row, base: Row, metric: str) -> bool:
-    if row.failed or row.diverged or row.stopped or not row.seconds or row.difference is None:
+    if row.failed or row.diverged or not row.seconds or row.difference is None:
         return False
     worse = -row.difference if metric == "accuracy" else row.difference
     return isfinite(worse) and worse <= _margin(row, base, metric)
@@ -242,8 +264,11 @@ def _ratio(mine: float | None, its: float | None) -> float:
 
 
 def _gains(row: Row, base: Row, recipe: RecipeRows) -> str:
-    speed = speed_in_words(_ratio(row.seconds, base.seconds))
+    clock, gains = _clock(recipe), list[str]()
+    if clock is not None:
+        speed = speed_in_words(_ratio(clock(row), clock(base)))
+        gains.append(f"{speed} by processor time" if clock is _of_processor else speed)
     memory = size_in_words(_ratio(row.peak_bytes, base.peak_bytes), "memory")
     margin = f"test {recipe.metric} within {_margin(row, base, recipe.metric):.2g} of O0's ({recipe.trained})"
     check = "; no masters: check a full run" if row.level == "O3" else ""
-    return f"{speed}, {memory}, {margin}{check}"
+    return ", ".join([*gains, memory, f"{margin}{check}"])
