@@ -377,7 +377,7 @@ def audit(
     Rows: 16-bit weights without masters, and whether updates at this learning rate are lost in them; a fused
     step of torch's that does not update them, tried on 64 weights of its own; an epsilon that fp16 rounds to
     zero; running statistics, positions and tables in 16 bits; losses that take probabilities; tied weights
-    that have come apart in two dtypes.
+    that have come apart in two dtypes; PEFT's adapters in fp32 on 16-bit layers, which copy each input.
 
     Args:
         model, optimizer: one or several, as for `prepare`; before it or after.
@@ -398,7 +398,7 @@ def audit(
     parts = StepParticipants(None, [*models, *optimizers])
     findings = findings_at_rest(parts, becomes=becomes)
     low = [row for row in _low_weights(optimizers) if row.rule == "low weights"]
-    return Audit([*low, *findings, *_find_untied(models)])
+    return Audit([*low, *findings, *_find_untied(models), *_find_wide_adapters(models)])
 
 
 def _find_untied(models: Iterable[nn.Module]) -> Iterable[Finding]:
@@ -413,6 +413,27 @@ def _find_untied(models: Iterable[nn.Module]) -> Iterable[Finding]:
                     text += f"{dtype_name(wide.dtype)}: a cast of one of them has untied them"
                     cure = "cast the whole model at once, or tie them again after the cast"
                     yield Finding("tied weights", low_name, text, cure)
+
+
+def _find_wide_adapters(models: Iterable[nn.Module]) -> Iterable[Finding]:
+    """Find PEFT's layers whose adapters are fp32 on 16-bit weights: these cast the layer's input for them."""
+    for model in models:
+        layers = [name for name, module in model.named_modules() if _widens_inputs(module)]
+        if layers:
+            text = f"its adapter is fp32 on a 16-bit layer: {len(layers)} such layers copy each input to fp32, "
+            text += "which is kept for backward"
+            cure = "prepare at level O2 (16-bit adapters with fp32 masters); or, in a 16-bit region, set "
+            cure += (
+                "cast_input_dtype_enabled = False on the layers (peft.helpers.disable_input_dtype_casting)"
+            )
+            yield Finding("adapters", layers[0], text, cure)
+
+
+def _widens_inputs(module: nn.Module) -> bool:
+    if getattr(module, "cast_input_dtype_enabled", None) is not True:
+        return False
+    dtypes = {(n.startswith("base_layer."), p.dtype) for n, p in module.named_parameters()}
+    return (False, torch.float32) in dtypes and any((True, dtype) in dtypes for dtype in LOW_DTYPES)
 
 
 _PROBABILITIES = (
