@@ -67,8 +67,8 @@ def run(
         threads: CPU threads of torch. Default: torch's own.
         data: Folder with MNIST's IDX files, instead of the bundled digits.
         plan: A plan (TOML) whose rules hold at all levels but O0, such as `halfstep doctor` writes.
-        time_limit: Seconds for all; the rows of a table are interleaved, and where time is short all of them end
-            at the same step, before the last. Default: no limit; 165 for demo.
+        time_limit: Seconds for all; the rows of a table are interleaved, and where time is short they end
+            early at the same step. Default: no limit; 165 for demo.
         report: Write an HTML report to this file.
         json: Print JSON instead of the table.
     """
