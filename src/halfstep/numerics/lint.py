@@ -457,8 +457,8 @@ def _find_wide_adapters(models: Iterable[nn.Module]) -> Iterable[Finding]:
     for model in models:
         layers = [name for name, module in model.named_modules() if _widens_inputs(module)]
         if layers:
-            text = f"its adapter is fp32 on a 16-bit layer: {len(layers)} such layers copy each input to fp32, "
-            text += "which is kept for backward"
+            text = f"its adapter is fp32 on a 16-bit layer: {len(layers)} such layers copy each input to "
+            text += "fp32, which is kept for backward"
             cure = "prepare at level O2 (16-bit adapters with fp32 masters); or, in a 16-bit region, set "
             cure += (
                 "cast_input_dtype_enabled = False on the layers (peft.helpers.disable_input_dtype_casting)"
