@@ -1,8 +1,10 @@
 """A loop in accelerate's words trains bit for bit as the same loop written for halfstep."""
 
 import copy
+import gc
 import io
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -256,7 +258,7 @@ def test_an_option_that_no_host_can_give_is_refused_at_once():
 
 
 def test_two_words_for_the_dtype_have_to_agree():
-    with pytest.raises(ConfigError, match="mixed_precision='bf16' beside dtype='fp16'"):
+    with pytest.raises(ConfigError, match=r"mixed_precision='bf16' \(an argument, .*beside dtype='fp16'"):
         Accelerator(cpu=True, dtype="fp16", mixed_precision="bf16")
     for dtype in ("bfloat16", torch.bfloat16, None):
         _, accelerator, *_ = accelerated(dtype=dtype, mixed_precision="bf16")
@@ -327,3 +329,98 @@ def test_two_networks_clip_one_at_a_time(kind, level, dtype):
             expected.append(float(nn.utils.clip_grad_norm_(net.parameters(), 0.1)))
             optimizer.step()
     assert norms == pytest.approx(expected, rel=0.05)
+
+
+def train(model, accelerator, optimizer, n=3):
+    for x, y in batches(n):
+        accelerator.backward(F.mse_loss(model(x), y))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_one_accelerator_trains_a_model_for_each_fold(kind):
+    expected, accelerator, optimizer, *_ = accelerated(kind, level="O2", dtype="fp16")
+    train(expected, accelerator, optimizer)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    model, accelerator, optimizer, *rest = accelerated(kind, level="O2", dtype="fp16")
+    train(model, accelerator, optimizer, 5)
+    del rest
+    first = weakref.ref(model), weakref.ref(accelerator.session)
+    model, optimizer = accelerator.free_memory(model, optimizer)
+    gc.collect()
+    assert [ref() for ref in first] == [None, None]
+    second = net()
+    second, optimizer = accelerator.prepare(second, OPTIMIZERS[kind](second.parameters()))
+    train(second, accelerator, optimizer)
+    assert same(second, expected)
+    assert accelerator.session.steps == 3
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_model_that_was_trained_is_trained_again(level):
+    model, accelerator, optimizer, *_ = accelerated(level=level, dtype="bf16")
+    train(model, accelerator, optimizer)
+    exact = {
+        name: value.clone() for name, value in hs.optim.fp32_state_dict(model, optimizer.optimizer).items()
+    }
+    hooks = len(model._forward_pre_hooks)
+    seen = []
+    model[0].register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+    AcceleratorState._reset_state(reset_partial_state=True)
+    again = Accelerator(cpu=True, level=level, dtype="fp16")
+    model, optimizer = again.prepare(model, hs.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0))
+    assert len(model._forward_pre_hooks) == hooks
+    assert accelerator.session.reverted
+    train(model, again, optimizer, 1)
+    after = hs.optim.fp32_state_dict(model, optimizer.optimizer)
+    assert seen == [torch.float16]
+    assert all(torch.equal(after[name], value) for name, value in exact.items())
+
+
+def test_a_closure_is_run_before_the_step():
+    expected, accelerator, optimizer, *_ = accelerated(level="O2", dtype="bf16")
+    train(expected, accelerator, optimizer)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    model, accelerator, optimizer, *_ = accelerated(level="O2", dtype="bf16")
+    for x, y in batches(3):
+
+        def closure(x=x, y=y):
+            optimizer.zero_grad()
+            loss = F.mse_loss(model(x), y)
+            accelerator.backward(loss)
+            return loss
+
+        with torch.no_grad():
+            optimizer.step(closure)
+    assert same(model, expected)
+
+
+@pytest.mark.parametrize(
+    ("how", "word"),
+    [
+        ({"level": "O2", "dtype": "fp16"}, "fp16"),
+        ({"level": "O1", "mixed_precision": "bf16"}, "bf16"),
+        ({"level": "O0"}, "no"),
+        ({"level": "16-mixed"}, "fp16"),
+    ],
+)
+def test_mixed_precision_says_what_is_trained(how, word):
+    accelerator = Accelerator(cpu=True, **how)
+    assert accelerator.mixed_precision == word
+    model = net()
+    accelerator.prepare(model, hs.optim.AdamW(model.parameters()))
+    assert accelerator.mixed_precision == word
+
+
+def test_the_launcher_s_word_counts_as_the_argument_s(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    _, accelerator, *_ = accelerated(level="O1")
+    assert accelerator.session.policy.compute_dtype == torch.float16
+    AcceleratorState._reset_state(reset_partial_state=True)
+    assert Accelerator(cpu=True, mixed_precision="bf16").mixed_precision == "bf16"
+    with pytest.raises(ConfigError, match=r"or ACCELERATE_MIXED_PRECISION\) beside dtype='bf16'"):
+        Accelerator(cpu=True, dtype="bf16")
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
+    with pytest.raises(ConfigError, match="expected 'no', 'fp16' or 'bf16'"):
+        Accelerator(cpu=True)

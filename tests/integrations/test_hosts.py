@@ -21,7 +21,7 @@ def run(code):
 def test_every_adapter_is_known_here_and_short():
     files = {file.stem: len(file.read_text().splitlines()) for file in FOLDER.glob("[a-z]*.py")}
     assert files.keys() == HOSTS.keys()
-    assert max(files.values()) <= 150
+    assert max(files.values()) <= 170
 
 
 def test_halfstep_imports_no_host():

@@ -237,3 +237,28 @@ def test_fabric_prepares_one_module():
     fabric.setup(model, OPTIMIZERS["ours"](model.parameters()))
     with pytest.raises(hs.ConfigError, match="already"):
         fabric.setup(model, OPTIMIZERS["ours"](model.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("how", "word"),
+    [
+        ({"level": "O1", "dtype": "bf16"}, "bf16-mixed"),
+        ({"level": "O2", "dtype": "fp16"}, "16-true"),
+        ({"level": "O0"}, "32-true"),
+    ],
+)
+def test_the_trainer_s_precision_says_what_is_trained(how, word):
+    plugin = Precision(**how)
+    assert plugin.precision == word
+    assert fit(Digits(), 2, plugin=plugin).precision == word
+    assert Fabric(accelerator="cpu", **how)._precision.precision == word
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_second_trainer_trains_the_same_module(level):
+    module = Digits()
+    fit(module, 4, plugin=Precision(level=level, dtype="bf16"))
+    second = Precision(level=level, dtype="fp16")
+    fit(module, 4, plugin=second)
+    assert second.session.steps == 4
+    assert len(module.losses) == 8

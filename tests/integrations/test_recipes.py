@@ -35,6 +35,43 @@ def test_peft():
     assert hs.audit(model, optimizer) == []
 
 
+def bytes_saved(model, region):
+    """Bytes that a forward keeps for backward, weights aside."""
+    ids = torch.randint(1, 64, (4, 64))
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept = {}
+
+    def keep(t):
+        kept[t.untyped_storage().data_ptr()] = t.untyped_storage()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t), region:
+        loss = model.train()(input_ids=ids, labels=ids).loss
+    loss.backward()
+    return sum(storage.nbytes() for place, storage in kept.items() if place not in weights)
+
+
+def test_lora_in_fp32_copies_inputs_and_both_cures_keep_none():
+    peft = pytest.importorskip("peft", reason="peft is in the environment of `make hosts`")
+    found, words = {}, {}
+    for way in ("as it comes", "uncast", "O2"):
+        config = peft.LoraConfig(r=2, lora_dropout=0.05, target_modules="all-linear")
+        model = peft.get_peft_model(llama(), config)
+        optimizer = hs.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+        level = "O2" if way == "O2" else "O1"
+        amp = hs.prepare(model, optimizer, level=level, dtype="bf16")
+        if way == "uncast":
+            with peft.helpers.disable_input_dtype_casting(model):
+                words[way] = [row.rule for row in hs.audit(model, optimizer)]
+                found[way] = bytes_saved(model, amp.autocast())
+        else:
+            words[way] = [row.rule for row in hs.audit(model, optimizer)]
+            found[way] = bytes_saved(model, amp.autocast())
+    assert words == {"as it comes": ["adapters"], "uncast": [], "O2": []}
+    assert found["as it comes"] > 1.15 * found["uncast"]
+    assert found["O2"] <= found["uncast"]
+
+
 def test_trl(tmp_path):
     trl = pytest.importorskip("trl", reason="trl is in the environment of `make hosts`")
     import datasets

@@ -1,5 +1,7 @@
 """A Trainer with the mixin: precision, clipping, logs and checkpoints by the Trainer's own options."""
 
+import re
+
 import pytest
 import torch
 import transformers
@@ -81,3 +83,40 @@ def test_it_resumes_from_the_trainer_s_checkpoint_bit_for_bit(kind, tmp_path):
     assert again.accelerator.session.steps == whole.accelerator.session.steps == 6
     pairs = zip(whole.model.parameters(), again.model.parameters(), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_a_second_trainer_trains_the_same_model(tmp_path):
+    first = trainer(tmp_path, 2, bf16=True)
+    first.train()
+    again = Trainer(
+        model=first.model,
+        args=first.args,
+        train_dataset=data(),
+        level="O1",
+        optimizer_cls_and_kwargs=(torch.optim.AdamW, {"lr": 3e-3}),
+    )
+    again.train()
+    assert again.accelerator.session.steps == 2
+    assert next(first.model.parameters()).dtype == torch.float32
+    assert logged(again, "loss")[-1] < logged(first, "loss")[0]
+    assert again.accelerator.mixed_precision == "bf16"
+
+
+@pytest.mark.parametrize(
+    ("rate", "keywords", "told"),
+    [
+        (3e-3, {}, "has no lr"),
+        (3e-3, {"lr": 1e-3}, r"has lr=0\.001"),
+        (3e-3, {"lr": 3e-3}, ""),
+        (5e-5, {"lr": 1e-3}, ""),
+    ],
+)
+def test_a_learning_rate_without_effect_is_told(rate, keywords, told, tmp_path, recwarn):
+    arguments = TrainingArguments(str(tmp_path), learning_rate=rate, use_cpu=True, report_to=[])
+    model = LlamaForCausalLM(
+        LlamaConfig(vocab_size=8, hidden_size=8, num_hidden_layers=0, num_attention_heads=1)
+    )
+    Trainer(model=model, args=arguments, optimizer_cls_and_kwargs=(hs.optim.AdamW, keywords))
+    found = [str(w.message) for w in recwarn if isinstance(w.message, hs.HalfstepWarning)]
+    assert len(found) == bool(told)
+    assert all(re.search(told, text) for text in found)

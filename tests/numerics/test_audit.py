@@ -237,3 +237,37 @@ def test_second_moments_that_went_through_fp16_are_named():
         optimizer.load_state_dict(state)
     optimizer = torch.optim.AdamW(nn.Linear(8, 4).parameters())
     assert "zero moments" not in {row.rule for row in hs.audit(nn.Linear(8, 4), optimizer)}
+
+
+class Adapted(nn.Module):
+    """What PEFT makes of a linear layer, in its names."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.base_layer, self.cast_input_dtype_enabled = layer.requires_grad_(False), True
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(layer.in_features, 2, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(2, layer.out_features, bias=False)})
+
+    def forward(self, x):
+        wide = x.to(self.lora_A["default"].weight.dtype) if self.cast_input_dtype_enabled else x
+        return self.base_layer(x) + self.lora_B["default"](self.lora_A["default"](wide))
+
+
+def test_adapters_in_fp32_on_16_bit_layers_are_one_row():
+    def adapted(dtype):
+        return nn.Sequential(*(Adapted(nn.Linear(8, 8).to(dtype)) for _ in range(3)))
+
+    model = adapted(torch.bfloat16)
+    found = hs.audit(model)
+    assert [(row.rule, row.where) for row in found] == [("adapters", "0")]
+    assert "3 such layers copy each input to fp32" in found[0].text
+    assert "O2" in found[0].cure
+    assert "cast_input_dtype_enabled = False" in found[0].cure
+    hs.prepare(model, hs.optim.AdamW([p for p in model.parameters() if p.requires_grad]), level="O2")
+    assert hs.audit(model) == []
+    model = adapted(torch.bfloat16)
+    for layer in model:
+        layer.cast_input_dtype_enabled = False
+    assert hs.audit(model) == []
+    assert hs.audit(adapted(torch.float32)) == []
+    assert hs.audit(adapted(torch.bfloat16).bfloat16()) == []

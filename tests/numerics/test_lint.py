@@ -1,8 +1,11 @@
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from halfstep.casting import frozen_weights
 from halfstep.numerics.lint import lint, lint_source
 from halfstep.policy.plan import Plan, PlanRule
 from halfstep.recipes import RECIPES
@@ -191,3 +194,41 @@ def test_no_false_alarm_on_healthy_recipes(name, level, dtype):
         amp.step()
 
     assert lint(step, *batch) == []
+
+
+def cell_called(times, frozen=False):
+    torch.manual_seed(0)
+    model = nn.Linear(32, 32)
+    amp = prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), level="O1", dtype="bf16")
+
+    def step(x):
+        with amp.autocast(), frozen_weights(model) if frozen else nullcontext():
+            for _ in range(times):
+                x = model(x).tanh()
+            loss = x.float().pow(2).mean()
+        amp.backward(loss)
+        amp.step()
+
+    return [f for f in lint(step, torch.randn(4, 32), session=amp) if f.rule == "repeated casts"]
+
+
+def test_copies_of_a_reused_weight_are_found_once_they_outweigh_the_model():
+    (finding,) = cell_called(24)
+    assert finding.where == "weight"
+    assert all(words in finding.text for words in ("24 times", "0.0507 MB", "0.0021 MB"))
+    assert "frozen_weights" in finding.cure
+    assert cell_called(24, frozen=True) == [] == cell_called(4)
+
+
+def test_copies_that_each_micro_batch_frees_do_not_add_up():
+    model = nn.Linear(32, 32)
+    amp = prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), level="O1", dtype="bf16")
+
+    def step(x):
+        for _ in range(24):
+            with amp.autocast():
+                loss = model(x).float().pow(2).mean()
+            amp.backward(loss)
+        amp.step()
+
+    assert "repeated casts" not in {f.rule for f in lint(step, torch.randn(4, 32), session=amp)}

@@ -8,6 +8,7 @@ Trainer, `halfstep.integrations.lightning` a plugin for Trainer, `halfstep.integ
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, TypedDict, cast
 
 import torch
@@ -17,6 +18,7 @@ import halfstep as hs
 from halfstep.convert.hooks import HookSwitch, RunInAutocast
 from halfstep.gradients.stats import measure
 from halfstep.policy import level_of
+from halfstep.session.precision import Precision, lower
 from halfstep.torch_private import never_compiled
 from halfstep.trees import gradients_of
 
@@ -64,7 +66,10 @@ def with_dtype(how: Options, mixed_precision: str | None) -> Options:
         raise hs.ConfigError(f"mixed_precision={mixed_precision!r}: expected 'no', 'fp16' or 'bf16'")
     word, dtype = None if mixed_precision == "no" else mixed_precision, how.get("dtype")
     if word and dtype and hs.format_of(word) != hs.format_of(dtype):
-        raise hs.ConfigError(f"mixed_precision={word!r} beside dtype={dtype!r}: give one of the two")
+        raise hs.ConfigError(
+            f"mixed_precision={word!r} (an argument, or ACCELERATE_MIXED_PRECISION) beside dtype={dtype!r}: "
+            "give one of the two"
+        )
     return {**how, "dtype": dtype or word}
 
 
@@ -77,8 +82,21 @@ def get_session(session: hs.Session | None) -> hs.Session:
     return session
 
 
+def precision_of(session: hs.Session | None, how: Options, device: torch.device) -> Precision:
+    """The precision of a session, or what these options come to on a device before there is one."""
+    if session is not None:
+        return session.precision
+    return lower(how.get("level", "O1"), how.get("dtype"), how.get("policy"), None, device)
+
+
 def prepare(models: Any, optimizers: Any, how: Options) -> hs.Session:
-    """`halfstep.prepare` with these options; a dynamic loss scale starts at `FIRST_SCALE`."""
+    """`halfstep.prepare` with these options, in place of what an earlier training prepared.
+
+    A dynamic loss scale starts at `FIRST_SCALE`.
+    """
+    for model in models if isinstance(models, list) else [models]:
+        with suppress(hs.ConfigError):  # it was not prepared
+            hs.revert(model)
     keywords: dict[str, Any] = {**how}
     session = hs.prepare(models, optimizers, **keywords)
     if how.get("loss_scale") in (None, "dynamic") and isinstance(session.loss_scale, hs.DynamicLossScale):
@@ -116,11 +134,11 @@ class _InSession(RunInAutocast):
 
 
 def run_within(session: hs.Session, model: nn.Module, widen: Callable[[Any], Any]) -> None:
-    """From now on calls of the model run in the session's region, around its hooks; `widen` gets outputs.
+    """Until `revert` calls of the model run in the session's region, around its hooks; `widen` gets outputs.
 
     Each thread has a region of its own: nn.DataParallel calls the model's replicas beside each other.
     """
-    _InSession(session, widen).attach(model, first=True)
+    session._preparation.handles += _InSession(session, widen).attach(model, first=True)
 
 
 def clip(session: hs.Session, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:

@@ -11,19 +11,21 @@ schedulers, `accumulate`, `save_state` and `load_state`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import halfstep as hs
-from halfstep.integrations import Options, clip, options, prepare, run_within, with_dtype
+from halfstep.formats import dtype_name
+from halfstep.integrations import Options, clip, options, precision_of, prepare, run_within, with_dtype
 from halfstep.trees import gradients_of
 
 try:
     import accelerate
     from accelerate.optimizer import AcceleratedOptimizer
-    from accelerate.utils import convert_to_fp32
+    from accelerate.utils import convert_to_fp32, parse_choice_from_env
 except ImportError as error:
     raise ImportError(f"{error}: this module needs accelerate, pip install 'accelerate>=1.10'") from error
 
@@ -33,10 +35,12 @@ class Accelerator(accelerate.Accelerator):
 
     Args:
         level, dtype and the other keywords of `halfstep.integrations.Options`: as `halfstep.prepare` takes
-            them. Without a `dtype`, the host's `mixed_precision="bf16"` or "fp16" is taken as it. A dynamic
-            loss scale starts at 1,024.
+            them. Without a `dtype`, the host's `mixed_precision="bf16"` or "fp16" is taken as it, and without
+            that ACCELERATE_MIXED_PRECISION (`accelerate launch --mixed_precision`). A dynamic loss scale
+            starts at 1,024.
 
-    `session` is the `halfstep.Session` that `prepare(model, optimizer)` makes; before that it is None.
+    `session` is the `halfstep.Session` that `prepare(model, optimizer)` makes; before that, and after
+    `free_memory()`, it is None, and the next model may be prepared.
 
     Raises:
         ConfigError: `mixed_precision="fp8"`, or another than `dtype`; an unknown level or "auto"; an
@@ -49,7 +53,14 @@ class Accelerator(accelerate.Accelerator):
     def __init__(self, *args: Any, mixed_precision: str | None = None, **kwargs: Any) -> None:
         how = options(kwargs)
         super().__init__(*args, mixed_precision="no", **kwargs)
-        self.begin(how, mixed_precision)
+        asked = parse_choice_from_env("ACCELERATE_MIXED_PRECISION", "no")
+        self.begin(how, asked if mixed_precision is None else mixed_precision.lower())
+
+    @property
+    def mixed_precision(self) -> str:
+        """What ops run in, in the host's words: "fp16", "bf16" or "no"."""
+        dtype = precision_of(self.session, self._how, self.device).policy.compute_dtype
+        return "no" if dtype == torch.float32 else dtype_name(dtype)
 
     def begin(self, how: Options, mixed_precision: str | None) -> None:
         """Keep the arguments of `halfstep.prepare` for the first model that comes with its optimizer."""
@@ -68,14 +79,23 @@ class Accelerator(accelerate.Accelerator):
             if self.session is not None or not models:
                 raise hs.ConfigError(
                     "accelerator.prepare() was given an optimizer without its model, or after another: give "
-                    "all models that are trained, and their optimizers, to one accelerator.prepare(...)"
+                    "all models that are trained, and their optimizers, to one accelerator.prepare(...); "
+                    "between two trainings call accelerator.free_memory()"
                 )
             for model in models if self.device_placement else ():
                 model.to(self.device)
             self.session = prepare(models, fresh, self._how)
             for model in models:
                 run_within(self.session, model, convert_to_fp32)
+        for optimizer in optimizers:
+            if isinstance(optimizer, Optimizer):  # given again after free_memory()
+                self.session = optimizer.session
         return super().prepare(*args, device_placement=device_placement)
+
+    def free_memory(self, *objects: Any) -> Any:
+        """As the base does; the session is released as well, and another model may be prepared."""
+        self.session = None
+        return super().free_memory(*objects)
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
         """Return an optimizer whose `step()` is the session's; as the base does where there is no session."""
@@ -120,9 +140,15 @@ class Optimizer(AcceleratedOptimizer):
         super().__init__(optimizer, device_placement=False)
         self.session = session
 
-    def step(self, closure: None = None) -> None:
-        """A step of the session where this batch ends an accumulation; gradients stay until `zero_grad`."""
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        """A step of the session where this batch ends an accumulation; gradients stay until `zero_grad`.
+
+        A `closure` is called once before it: it runs forward and backward, as in torch's optimizers.
+        """
         if self.gradient_state.sync_gradients:
+            if closure is not None:
+                with torch.enable_grad():
+                    closure()
             self.outcome = self.session.step(self.optimizer, zero_grad=False)
 
     @property

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 import halfstep as hs
-from halfstep.integrations import Options, check_options, clip, get_session, prepare
+from halfstep.formats import dtype_name
+from halfstep.integrations import Options, check_options, clip, get_session, precision_of, prepare
 
 try:
     from lightning.pytorch import LightningModule
@@ -44,6 +45,16 @@ class Driven:
 
     def __init__(self, **how: Unpack[Options]) -> None:
         self._how = check_options({**how})
+
+    @property
+    def precision(self) -> str:
+        """What is trained, in the host's words: "bf16-mixed" at O1, "bf16-true" at O2 and O3, and so on."""
+        device = torch.accelerator.current_accelerator() or torch.device("cpu")
+        how = precision_of(self.session, self._how, device)
+        name = dtype_name(how.policy.compute_dtype)
+        if name == "fp32":
+            return "32-true"
+        return f"{name.removeprefix('fp')}-{'true' if how.stores_low else 'mixed'}"
 
     def prepare(self, module: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
         """Prepare a module with its optimizers; without any it keeps its weights and only casts its ops."""

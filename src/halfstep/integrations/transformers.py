@@ -13,8 +13,20 @@ from __future__ import annotations
 
 from typing import Any
 
+from halfstep.errors import warn
 from halfstep.integrations import options
 from halfstep.integrations.accelerate import Accelerator
+
+
+def _warn_of_rate(arguments: Any, rate: float | None) -> None:
+    """Say that the host does not give its learning rate to an optimizer that it was handed with keywords."""
+    asked = arguments.learning_rate
+    if asked != rate and (rate is None or asked != type(arguments).learning_rate):
+        warn(
+            f"learning_rate={asked} of the TrainingArguments has no effect beside optimizer_cls_and_kwargs, "
+            f"which has {'no lr' if rate is None else f'lr={rate}'}: name it there, as in "
+            f"(hs.optim.AdamW, {{'lr': {asked}}})"
+        )
 
 
 class Precision:
@@ -34,6 +46,9 @@ class Precision:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._precision = options(kwargs)
         super().__init__(*args, **kwargs)
+        chosen = kwargs.get("optimizer_cls_and_kwargs")
+        if chosen is not None:
+            _warn_of_rate(self.args, chosen[1].get("lr"))
 
     def create_accelerator_and_postprocess(self) -> None:
         """The Trainer's own Accelerator, which casts nothing itself, made one of halfstep's."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 import ast
 import math
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,7 +82,7 @@ def lint(
     parts = StepParticipants(step, participants)
     findings = findings_at_rest(parts, step, becomes)
     if step is not None:
-        probe = LintProbe(parts.session)
+        probe = LintProbe(parts.session, parts.models)
         versions = [
             (where, buffer, buffer._version)
             for where, module, name, buffer in _floating_buffers(parts)
@@ -126,9 +127,15 @@ def _where(node: Node) -> str:
 class LintProbe:
     """An observer for the tape of a session's step, or of any; `list_findings()` after it."""
 
-    def __init__(self, session: Any = None) -> None:
+    def __init__(self, session: Any = None, models: Iterable[nn.Module] = ()) -> None:
         self.findings: list[Finding] = []
         self._session = session
+        self._wide = {
+            p.data_ptr(): row for m in models for row in m.named_parameters() if is_wide(p := row[1])
+        }
+        """fp32 weights with their names, by where they lie: a cast may be given an alias of one."""
+        self._casts, self._most = Counter[int](), Counter[int]()
+        """How often each was cast to 16 bits since the last backward, and before the one that freed most."""
         self._uncast: str | None = None
         """Where the first op ran in fp32 that a session runs in 16 bits; None where one ran in these."""
         self._low = set[str]()
@@ -141,10 +148,35 @@ class LintProbe:
         if self._uncast and not weights:
             fault = no_region(self._session.policy, self._session.conversions)
             return [*self.findings, Finding("no region", self._uncast, *fault)]
-        return [*self.findings, *weights]
+        return [*self.findings, *weights, *self._repeated_casts()]
+
+    def _repeated_casts(self) -> Iterable[Finding]:
+        """Yield where copies of reused weights take more memory than all weights and gradients in fp32."""
+        casts = max(self._most, self._casts, key=self._bytes_of)
+        copies = self._bytes_of(casts)
+        if copies <= sum(8 * weight.numel() for _, weight in self._wide.values()):
+            return
+        at = max(casts, key=lambda at: self._bytes_of({at: casts[at]}))
+        once = self._bytes_of(dict.fromkeys(casts, 1))
+        text = f"cast to 16 bits {casts[at]} times before backward: copies of this model's weights take "
+        text += f"{copies / 1e6:.3g} MB until then, {once / 1e6:.2g} MB where each is cast once"
+        cure = "run the model in `with hs.frozen_weights(model):` inside of the region"
+        yield Finding("repeated casts", self._wide[at][0], text, cure)
+
+    def _bytes_of(self, casts: Mapping[int, int]) -> int:
+        return sum(2 * count * self._wide[at][1].numel() for at, count in casts.items())
+
+    def _count_cast(self, node: Node) -> None:
+        if node.phase == "backward":
+            self._most = max(self._most, self._casts, key=self._bytes_of)
+            self._casts = Counter()
+        elif node.base == "_to_copy" and node.outs and node.outs[0].dtype in LOW_DTYPES:
+            self._casts.update(at for t in node.tensors() if (at := t.data_ptr()) in self._wide)
 
     def observe(self, node: Node, finite: bool) -> None:
         """Check one op as it ran."""
+        if self._wide:
+            self._count_cast(node)
         if node.func.is_view or node.phase not in ("forward", "recompute"):
             return
         if self._uncast is not None and any(t.dtype in LOW_DTYPES for t in node.outs):
@@ -159,6 +191,11 @@ class LintProbe:
         if node.outs and node.outs[0].dtype in LOW_DTYPES:
             rows = (*_find_stuck(node), *_equal_neighbours(node))
             self.findings += [Finding(rule, _where(node), text, cure) for rule, text, cure in rows]
+
+
+def is_wide(p: Tensor) -> bool:
+    """Whether a parameter is one that a region casts."""
+    return p.dtype is torch.float32 and not p.is_meta
 
 
 _Problem = Iterable[tuple[str, str, str]]
@@ -377,7 +414,7 @@ def audit(
     Rows: 16-bit weights without masters, and whether updates at this learning rate are lost in them; a fused
     step of torch's that does not update them, tried on 64 weights of its own; an epsilon that fp16 rounds to
     zero; running statistics, positions and tables in 16 bits; losses that take probabilities; tied weights
-    that have come apart in two dtypes.
+    that have come apart in two dtypes; PEFT's adapters in fp32 on 16-bit layers, which copy each input.
 
     Args:
         model, optimizer: one or several, as for `prepare`; before it or after.
@@ -398,7 +435,7 @@ def audit(
     parts = StepParticipants(None, [*models, *optimizers])
     findings = findings_at_rest(parts, becomes=becomes)
     low = [row for row in _low_weights(optimizers) if row.rule == "low weights"]
-    return Audit([*low, *findings, *_find_untied(models)])
+    return Audit([*low, *findings, *_find_untied(models), *_find_wide_adapters(models)])
 
 
 def _find_untied(models: Iterable[nn.Module]) -> Iterable[Finding]:
@@ -413,6 +450,27 @@ def _find_untied(models: Iterable[nn.Module]) -> Iterable[Finding]:
                     text += f"{dtype_name(wide.dtype)}: a cast of one of them has untied them"
                     cure = "cast the whole model at once, or tie them again after the cast"
                     yield Finding("tied weights", low_name, text, cure)
+
+
+def _find_wide_adapters(models: Iterable[nn.Module]) -> Iterable[Finding]:
+    """Find PEFT's layers whose adapters are fp32 on 16-bit weights: these cast the layer's input for them."""
+    for model in models:
+        layers = [name for name, module in model.named_modules() if _widens_inputs(module)]
+        if layers:
+            text = f"its adapter is fp32 on a 16-bit layer: {len(layers)} such layers copy each input to "
+            text += "fp32, which is kept for backward"
+            cure = "prepare at level O2 (16-bit adapters with fp32 masters); or, in a 16-bit region, set "
+            cure += (
+                "cast_input_dtype_enabled = False on the layers (peft.helpers.disable_input_dtype_casting)"
+            )
+            yield Finding("adapters", layers[0], text, cure)
+
+
+def _widens_inputs(module: nn.Module) -> bool:
+    if getattr(module, "cast_input_dtype_enabled", None) is not True:
+        return False
+    dtypes = {(n.startswith("base_layer."), p.dtype) for n, p in module.named_parameters()}
+    return (False, torch.float32) in dtypes and any((True, dtype) in dtypes for dtype in LOW_DTYPES)
 
 
 _PROBABILITIES = (
