@@ -308,7 +308,7 @@ PIECES = {
     "scaler set to two": (lambda: updated(torch.ones(2)), "1-element tensor"),
     "fp16 at O0": (
         lambda: hs.prepare(*small(), level="O0", dtype="fp16"),
-        "level O0 is fp32 throughout, given fp16: choose O1, O2 or O3",
+        "level O0 is fp32 throughout, given fp16: leave dtype out, or choose O1 to O3",
     ),
     "a level by number": (lambda: hs.prepare(*small(), level=2), "did you mean 'O2'"),
     "a scale in two lists": (lambda: hs.prepare(*small(), loss_scale=[[2]]), r"loss_scale=\[2\]: expected"),

@@ -2,7 +2,7 @@
 
 import time
 
-from halfstep.cli._progress import _time_left, progress
+from halfstep.cli._progress import progress, time_left
 
 
 def test_each_name_without_a_share_is_told_once(capsys):
@@ -43,5 +43,5 @@ def test_work_of_unknown_length_tells_its_seconds(capsys):
 
 
 def test_a_line_says_how_long_the_rest_takes():
-    assert _time_left(60.0, 1 / 3) == "about 2 min left"
-    assert _time_left(60.0, 0.75) == "about 20 s left"
+    assert time_left(60.0, 1 / 3) == "about 2 min left"
+    assert time_left(60.0, 0.75) == "about 20 s left"

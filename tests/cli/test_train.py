@@ -226,9 +226,9 @@ def test_a_short_limit_gives_whole_tables_of_fewer_steps_each_when_it_is_ready(c
     assert main(["train", "digits-mlp,digits-faint", *given]) == 0
     said = capsys.readouterr()
     assert "digits-mlp" in shown[1].out
-    assert "(digits, 2 of 20 steps, 1 seed)" in shown[1].out
+    assert "(digits, 1 of 20 steps, 1 seed)" in shown[1].out
     assert "digits-mlp" not in said.out
-    assert "(digits, 2 of 20 steps, 1 seed)" in said.out
+    assert "(digits, 1 of 20 steps, 1 seed)" in said.out
     assert "Trainings were shortened to end within 0.01 s; --time-limit SECONDS gives them more." in said.out
     assert shown[1].err.splitlines() == ["training digits-mlp"]
 

@@ -117,6 +117,38 @@ def test_the_fastest_of_a_script_is_chosen(tmp_path: Path, monkeypatch: pytest.M
     assert {t.choice.label for t in found.trials} == {*times, "O1 bf16 channels_last"}
 
 
+def test_a_stopped_tuning_prints_what_it_measured_and_writes_no_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script, out, runs_begun = tmp_path / "train.py", tmp_path / "plan.toml", list[str]()
+    script.write_text(SCRIPT)
+
+    def child(path: Any, args: Any, choice: LevelChoice, *more: Any) -> _tune_script.Run:
+        runs_begun.append(choice.label)
+        if len(runs_begun) == 3:
+            raise KeyboardInterrupt
+        gradient = torch.tensor([1.0, 1.0]) if choice.dtype is None else torch.tensor([1.0, 3.0])
+        first = FirstStep(1.0, {(0, 0): torch.ones(2), (0, 1): gradient})
+        return _tune_script.Run(Trial(choice, (0.1,)), first, "bf16", False, {(0, 1): "head.weight"})
+
+    monkeypatch.setattr(_tune_script, "run_script", child)
+    assert main(["tune", str(script), "--out", str(out)]) == 130
+    shown, told = capsys.readouterr()
+    assert "fastest so far, of what was measured: O0: nothing else can be used; O1 bf16: its grad" in shown
+    assert "more than 0.5, most in head.weight" in shown
+    assert not out.exists()
+    assert "under O0, run 1; each run takes at most 60 s from its first step on" in told
+    assert "under O1 bf16, run 2 of at most 9, about " in told
+    assert told.endswith("halfstep: interrupted\n")
+
+
+def test_names_are_those_of_the_weights_that_the_optimizers_hold() -> None:
+    one, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)
+    model = torch.nn.Sequential(one, other)
+    optimizer = torch.optim.SGD([other.weight, torch.zeros(3, requires_grad=True), one.bias])
+    assert _tune_script._names_of([model], [optimizer]) == {(0, 0): "1.weight", (0, 2): "0.bias"}
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [("import halfstep", "it neither calls hs.prepare nor steps a torch optimizer")],

@@ -75,10 +75,11 @@ def test_where_time_is_short_all_runs_end_at_the_same_step_in_time():
     assert shares[-1] == pytest.approx(59 / 120)
 
 
-def test_a_tenth_is_always_trained_and_a_late_table_leaves_out_what_a_report_shows():
-    rows, _, _, _ = train(seconds=1.0, seconds_a_step=10.0)
-    assert rows.steps == 4
+def test_a_tenth_may_use_the_time_to_measure_and_a_late_table_leaves_out_what_a_report_shows():
+    rows, seconds, _, _ = train(seconds=40.0, seconds_a_step=1.0)
+    assert (rows.steps, seconds) == (4, 16.0)
     assert all(row.mean is not None and row.seconds and row.bound is None for row in rows.rows)
+    assert train(seconds=1.0, seconds_a_step=1.0)[0].steps == 1
     rows, _, _, _ = train(seconds=1e6, seconds_a_step=10.0, steps=4, seeds=1)
     assert all(row.bound is not None and row.ops for row in rows.rows)
 

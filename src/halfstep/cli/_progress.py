@@ -33,7 +33,7 @@ def progress(what: str, quiet: bool, every: float = _EVERY) -> Generator[ShowPro
         with Progress(console=console(stderr=True), transient=True) as bar:
             task = bar.add_task(what, total=None)
 
-            def show(name: str, share: float | None = None) -> None:
+            def show(name: str, share: float | None = None, /) -> None:
                 bar.update(task, description=name, completed=share, total=None if share is None else 1.0)
 
             yield show
@@ -50,7 +50,7 @@ def progress(what: str, quiet: bool, every: float = _EVERY) -> Generator[ShowPro
             beat.join()
 
 
-def _time_left(seconds: float, share: float) -> str:
+def time_left(seconds: float, share: float) -> str:
     """About how long the rest takes, where it goes on as fast as before."""
     rest = seconds / share * (1.0 - share)
     return f"about {rest / 60:.0f} min left" if rest >= 90 else f"about {rest:.0f} s left"
@@ -80,7 +80,7 @@ class _Lines:
                 seconds = now - self.started
                 parts = [f"{seconds:.0f} s"]
                 if self.share:
-                    parts = [f"{100 * self.share:.0f} %", *parts, _time_left(seconds, self.share)]
+                    parts = [f"{100 * self.share:.0f} %", *parts, time_left(seconds, self.share)]
                 self._print(f"  {self.name or self.what}: {', '.join(parts)}")
 
     def _print(self, line: str) -> None:

@@ -9,9 +9,10 @@ cannot be taken again.
 from __future__ import annotations
 
 import importlib
+import itertools
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,19 +21,21 @@ from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import halfstep
 from halfstep.cli._foreign_script import ForeignScript
-from halfstep.cli._progress import ShowProgress
+from halfstep.cli._progress import ShowProgress, time_left
 from halfstep.convert.layout import convolution_weights
 from halfstep.doctor.process import StopScript, in_words, run_in_process, run_main, seed
 from halfstep.errors import ConfigError
 from halfstep.formats import dtype_name, parse_dtype
+from halfstep.optim.master_link import weight_of
 from halfstep.recipes.measure import memory_peak
 from halfstep.session.prepare import arguments_of
 from halfstep.session.session import Session
 from halfstep.trainer import loop
+from halfstep.trees import parameters_of
 from halfstep.tuning.choices import LevelChoice, Trial, decide
 from halfstep.tuning.engine import FirstStep, clock_of
 from halfstep.tuning.search import NEAR, Tuning
@@ -56,7 +59,8 @@ def tune_script(
 ) -> Tuning:
     """Run the script under O0, O1, O2 and channels_last for the fastest, and decide; `report` each run.
 
-    One that never calls `hs.prepare` runs as it is and at O1 in bf16 and fp16 (or `dtype`).
+    One that never calls `hs.prepare` runs as it is and at O1 in bf16 and fp16 (or `dtype`). Ctrl-C after the
+    first run ends the work with what is measured.
 
     Raises:
         ConfigError: no such script, it cannot be tried, takes too few steps, or fails in fp32.
@@ -64,47 +68,68 @@ def tune_script(
     if not path.is_file():
         raise ConfigError(f"no script {path}; expected a recipe or the path of a .py file")
     began = time.perf_counter()
-
-    def run(choice: LevelChoice, turn: int = 1) -> Run:
-        report(f"under {choice.label}, turn {turn} of at most {TURNS}")
-        return run_script(path, args, choice, seconds)
-
-    base = run(LevelChoice("O0"))
+    report(f"under O0, run 1; each run takes at most {seconds:g} s from its first step on")
+    base = run_script(path, args, LevelChoice("O0"), seconds)
     if base.trial.failed is not None:
         raise ConfigError(f"{path} cannot be tuned: {base.trial.failed}")
     if base.dtype:
         choices = [LevelChoice(level, dtype or base.dtype) for level in ("O1", "O2")]
     else:
         choices = [LevelChoice("O1", name) for name in (("bf16", "fp16") if dtype is None else (dtype,))]
-    trials = [result.beside(base) for result in (base, *map(run, choices))]
+    most = TURNS * (1 + len(choices) + (2 if base.convolutions else 0))
+    number = itertools.count(1)
+
+    def run(choice: LevelChoice) -> Run:
+        done = next(number)
+        rest = time_left(time.perf_counter() - began, done / most)
+        report(f"under {choice.label}, run {done + 1} of at most {most}, {rest}")
+        return run_script(path, args, choice, seconds)
+
+    trials, interrupted = [base.beside(base)], False
+    try:
+        _try_others(trials, base, choices, run)
+    except KeyboardInterrupt:
+        interrupted = True
+    return Tuning(tuple(trials), *decide(trials), time.perf_counter() - began, interrupted)
+
+
+def _try_others(
+    trials: list[Trial], base: Run, choices: Sequence[LevelChoice], run: Callable[[LevelChoice], Run]
+) -> None:
+    """Add the trials of the choices and of channels_last, then the further turns of those worth it."""
+    for choice in choices:
+        trials.append(run(choice).beside(base))
     if base.convolutions:
         for trial in sorted((t for t in trials if t.seconds), key=lambda t: t.time)[:2]:
             trials.append(run(replace(trial.choice, layout="channels_last")).beside(base))
     best = min(t.time for t in trials)
-    for turn in range(2, TURNS + 1):
+    for _ in range(TURNS - 1):
         for index, trial in enumerate(trials):
             if index == 0 or trial.time <= NEAR * best:
-                more_seconds = run(trial.choice, turn).trial.seconds
+                more_seconds = run(trial.choice).trial.seconds
                 trials[index] = replace(trial, seconds=(*trial.seconds, *more_seconds))
-    return Tuning(tuple(trials), *decide(trials), time.perf_counter() - began)
 
 
 @dataclass
 class Run:
     """What a run of a script showed: its trial, yet without distances, and its first step.
 
-    Of a script with a session also the dtype that its device prefers, and whether it has convolutions.
+    `names`: of parameters, by optimizer and place. Of a script with a session also the dtype that its device
+    prefers, and whether it has convolutions.
     """
 
     trial: Trial
     first: FirstStep = field(default_factory=FirstStep)
     dtype: str = ""
     convolutions: bool = False
+    names: Mapping[tuple[int, int], str] = field(default_factory=dict[tuple[int, int], str])
 
     def beside(self, base: Run) -> Trial:
         """Return the trial, with how far its first step is from that of the run in fp32."""
         loss, gradient = self.first.distance(base.first)
-        return replace(self.trial, loss_error=loss, gradient_error=gradient)
+        farthest = self.first.find_farthest(base.first)
+        name = "" if farthest is None else self.names.get(farthest, "")
+        return replace(self.trial, loss_error=loss, gradient_error=gradient, farthest=name)
 
 
 def run_script(path: Path, args: Sequence[str], choice: LevelChoice, seconds: float) -> Run:
@@ -212,10 +237,25 @@ class _Timer:
             self.foreign.first.loss = next(iter(losses), None)
             uses, skipped = frozenset(self.foreign.uses), self.foreign.skipped
             trial = replace(trial, losses=losses, peak_bytes=self.peak[0], skipped=skipped, uses=uses)
-            return Run(trial, self.foreign.first)
+            names = _names_of(self.foreign.modules, self.foreign.optimizers[:1])
+            return Run(trial, self.foreign.first, names=names)
         assert self.session is not None
         prefers = dtype_name(halfstep.devices.default_dtype(self.session.device))
-        return Run(trial, self.first, prefers, bool(convolution_weights(self.session.models)))
+        names = _names_of(self.session.models, self.session.optimizers)
+        return Run(trial, self.first, prefers, bool(convolution_weights(self.session.models)), names)
+
+
+def _names_of(
+    models: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer]
+) -> dict[tuple[int, int], str]:
+    """Return the names of the models' parameters by optimizer and place."""
+    names = {id(p): name for model in models for name, p in model.named_parameters()}
+    placed = (
+        ((number, place), id(weight_of(p)))
+        for number, optimizer in enumerate(optimizers)
+        for place, p in enumerate(parameters_of(optimizer))
+    )
+    return {key: names[weight] for key, weight in placed if weight in names}
 
 
 def time_script(script: str, args: Sequence[str], choice: LevelChoice, seconds: float) -> Run:

@@ -88,7 +88,12 @@ def run(
     ]
     with joined(where):
         quiet = json or rank() != 0
-        pace = _pace(jobs, seeds, limit, where, data, quiet)
+        pace = Pace(None, [1.0] * len(jobs))
+        if limit is not None:
+            with progress("timing a few steps", quiet):
+                pace = _time_jobs(jobs, seeds, limit, where, data, may_change_threads=threads is None)
+            if not quiet:
+                print(f"computing on {torch.get_num_threads()} threads", file=sys.stderr)
         document = Comparison(_machine(where, memory_kept), results := list[RecipeRows]())
         interrupted = False
         for each_recipe, settings, length in jobs:
@@ -126,16 +131,22 @@ _Jobs = Sequence[tuple[Recipe, list[TrainSetting], int]]
 """Of each recipe the settings and the steps to train."""
 
 
-def _pace(
-    jobs: _Jobs, seeds: int, limit: float | None, device: torch.device, data: str | None, quiet: bool
+def _time_jobs(
+    jobs: _Jobs, seeds: int, limit: float, device: torch.device, data: str | None, may_change_threads: bool
 ) -> Pace:
-    """Return when each recipe is to end; where there is a limit, a few steps of each are timed first."""
-    if limit is None:
-        return Pace(None, [1.0] * len(jobs))
-    began = time.monotonic()
-    with progress("timing a few steps", quiet):
-        weights = [seconds_of(*job[:2], seeds, job[2], device, data) for job in jobs]
-    return Pace(limit - (time.monotonic() - began), weights)
+    """Time a few steps of each recipe; return when each is to end.
+
+    Threads wait for each other at every op. Beside other work one thread may be many times faster than all of
+    them: then one is used from here on.
+    """
+    began, count = time.monotonic(), torch.get_num_threads()
+    times: dict[int, list[float]] = {}
+    for threads in {count, 1} if may_change_threads and device.type == "cpu" else {count}:
+        torch.set_num_threads(threads)
+        times[threads] = [seconds_of(*job[:2], seeds, job[2], device, data) for job in jobs]
+    best = min(times, key=lambda threads: sum(times[threads]))
+    torch.set_num_threads(best)
+    return Pace(limit - (time.monotonic() - began), times[best])
 
 
 def _recipes(names: str) -> list[Recipe]:

@@ -70,11 +70,16 @@ def run(
             if where.type == "cpu":
                 devices.keep_freed_memory()
             tuning = runs.tune_recipe(recipe, where, dtype=dtype, seconds=seconds, compile=compile)
+    if tuning.interrupted:
+        out = None  # no plan from half of the measurements
     if out is not None:
         out.write_text(tuning.to_toml(), encoding="utf-8")
     if json:
-        return print_json(_document(target, tuning))
-    return _print(target, tuning, out)
+        print_json(_document(target, tuning))
+    else:
+        _print(target, tuning, out)
+    if tuning.interrupted:
+        raise KeyboardInterrupt
 
 
 def _document(target: str, tuning: Tuning) -> dict[str, Any]:
@@ -114,7 +119,8 @@ def _print(target: str, tuning: Tuning, out: Path | None) -> None:
     terminal = console()
     title = f"{target}: what trains it fastest here"
     terminal.print(table(title, ["setting", *heads, ""], rows, ",".join(heads)))
-    terminal.print(f"chosen: {settings.reason}", markup=False, highlight=False)
+    chosen = "fastest so far, of what was measured" if tuning.interrupted else "chosen"
+    terminal.print(f"{chosen}: {settings.reason}", markup=False, highlight=False)
     for rule in tuning.plan.rules:
         terminal.print(f"  {rule.pattern}: {rule.reason}", markup=False, highlight=False)
     if lines:

@@ -46,7 +46,9 @@ class Level:
         if self.compute_role == "full":
             if dtype is not None and dtype_of(dtype) != torch.float32:
                 name = dtype_name(dtype_of(dtype))
-                raise ConfigError(f"level {self.name} is fp32 throughout, given {name}: choose O1, O2 or O3")
+                raise ConfigError(
+                    f"level {self.name} is fp32 throughout, given {name}: leave dtype out, or choose O1 to O3"
+                )
             return torch.float32
         if dtype is None:
             raise ConfigError(f"level {self.name} needs a 16-bit dtype: give fp16 or bf16")

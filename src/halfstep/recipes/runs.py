@@ -356,7 +356,7 @@ def _train_in_turns(
     """Train and evaluate all; return the step at which all of them ended, and whether time was short then.
 
     Where there is a limit they take turns, a part of their steps at a time, until the next part would leave
-    too little time to evaluate and measure; never less than a tenth of their steps.
+    too little time to evaluate and measure; a tenth of their steps may use that time too.
     """
     part = steps if pace.until == math.inf else max(1, steps // _PARTS)
     began, done, in_time = pace.clock(), 0, True
@@ -368,7 +368,8 @@ def _train_in_turns(
                 training.end()
         round_seconds = (pace.clock() - began) / (done * seeds)
         in_time = pace.allows(AFTER_TRAINING / 2 * round_seconds)
-        if 10 * done >= steps and not pace.allows((part * seeds + AFTER_TRAINING) * round_seconds):
+        reserved = AFTER_TRAINING if 10 * done >= steps else 0
+        if not pace.allows((part * seeds + reserved) * round_seconds):
             break
     for training in trainings:
         training.end()

@@ -63,8 +63,9 @@ class Trial:
     """What was seen of a choice: seconds of its steps, and how far one step was from fp32's.
 
     loss_error, gradient_error: |x - x32| / |x32| over the first step from the same weights; None where there
-    was nothing to compare. compiling: seconds of its first step, where that compiled. failed: why it is out
-    of the question, or None. Of a script that does not use halfstep also the losses of its steps, the peak
+    was nothing to compare. farthest: the parameter whose gradient has the largest part in the distance, where
+    names are known. compiling: seconds of its first step, where that compiled. failed: why it is out of the
+    question, or None. Of a script that does not use halfstep also the losses of its steps, the peak
     bytes of tensors in one, how many were skipped, and what it `uses` of torch that halfstep's lines take the
     place of.
     """
@@ -79,6 +80,7 @@ class Trial:
     peak_bytes: int | None = None
     skipped: int = 0
     uses: frozenset[str] = frozenset()
+    farthest: str = ""
 
     @property
     def time(self) -> float:
@@ -113,7 +115,8 @@ class Trial:
             if error is not None and not isfinite(error):
                 return f"its {what} or fp32's is inf or NaN"
             if error is not None and error > limit:
-                return f"its {what} is {error:.2g} of fp32's away from fp32's, more than {limit:.2g}"
+                where = f", most in {self.farthest}" if self.farthest and what == "gradient" else ""
+                return f"its {what} is {error:.2g} of fp32's away from fp32's, more than {limit:.2g}{where}"
         return None
 
 

@@ -84,17 +84,19 @@ class FirstStep:
         loss_error = None
         if self.loss is not None and base.loss is not None:
             loss_error = abs(self.loss - base.loss) / max(abs(base.loss), 1e-12)
-        squares = (
-            self.squares
-            if self.base is base
-            else {
-                key: _squares(value, base.gradients[key])
-                for key, value in self.gradients.items()
-                if key in base.gradients
-            }
-        )
-        far, whole = (sum(pair[i] for pair in squares.values()) for i in range(2))
+        far, whole = (sum(pair[i] for pair in self._squares_from(base).values()) for i in range(2))
         return loss_error, (far / whole) ** 0.5 if whole else None
+
+    def find_farthest(self, base: FirstStep) -> tuple[int, int] | None:
+        """Return optimizer and place of the gradient with the largest part in the distance, or None."""
+        squares = {key: far for key, (far, _) in self._squares_from(base).items()}
+        return max(squares, key=lambda key: squares[key], default=None)
+
+    def _squares_from(self, base: FirstStep) -> dict[tuple[int, int], tuple[float, float]]:
+        if self.base is base:
+            return self.squares
+        kept = {key: value for key, value in self.gradients.items() if key in base.gradients}
+        return {key: _squares(value, base.gradients[key]) for key, value in kept.items()}
 
 
 def _squares(value: Tensor, base: Tensor) -> tuple[float, float]:

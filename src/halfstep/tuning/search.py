@@ -47,13 +47,15 @@ class Tuning:
     """What was tried on this machine and what came of it.
 
     `choice` was taken, `reason` says why in a sentence, with the measured times; `plan` is what
-    `hs.prepare(plan=...)` takes. `trials` holds the measurements, `seconds` what they took.
+    `hs.prepare(plan=...)` takes. `trials` holds the measurements, `seconds` what they took. `interrupted`:
+    Ctrl-C ended the work, and further choices were still to be tried.
     """
 
     trials: tuple[Trial, ...]
     choice: LevelChoice
     reason: str
     seconds: float
+    interrupted: bool = False
 
     @property
     def plan(self) -> Plan:
