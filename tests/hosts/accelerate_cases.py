@@ -105,6 +105,40 @@ def test_two_processes(way, dtype, tmp_path):
     common.near([ranks[0]["last"]], [train("fp32", seed=seed, steps=STEPS // 2).last for seed in SEEDS])
 
 
+def folds(way, dtype, steps=4):
+    """Two models one after another in one Accelerator: their losses, and the second model."""
+    common.quiet()
+    accelerator, low, kind = make(way, dtype)
+    losses = []
+    for seed in range(2):
+        model = common.llama(seed, low)
+        optimizer = kind(model.parameters(), lr=RATE)
+        loader = torch.utils.data.DataLoader(common.rows(seed), batch_size=BATCH)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        for batch, _ in zip(loader, range(steps)):
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss.detach()))
+        last = accelerator.unwrap_model(model)
+        model, optimizer, loader = accelerator.free_memory(model, optimizer, loader)
+    return losses, last
+
+
+@pytest.mark.parametrize("way", WAYS[1:])
+def test_a_model_for_each_fold(way, tmp_path):
+    plain, _ = folds("fp32", "fp32")
+    assert folds(way, "bf16")[0] == pytest.approx(plain, rel=0.02)
+    ranks = common.launched(__file__, way, "bf16", "folds", str(tmp_path))
+    assert len(ranks[0]["losses"]) == len(plain)
+    assert ranks[0]["losses"][4] == pytest.approx(plain[4], rel=0.05)  # the second model begins as one alone
+
+
 if __name__ == "__main__":
-    run = train(*sys.argv[1:3])
-    common.write(sys.argv[3], last=run.last, digest=common.digest(run.model), norms=run.norms)
+    if "folds" in sys.argv:
+        losses, model = folds(*sys.argv[1:3])
+        common.write(sys.argv[-1], losses=losses, digest=common.digest(model))
+    else:
+        run = train(*sys.argv[1:3])
+        common.write(sys.argv[3], last=run.last, digest=common.digest(run.model), norms=run.norms)

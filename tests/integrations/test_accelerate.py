@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
+from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional as F
 
@@ -424,3 +425,14 @@ def test_the_launcher_s_word_counts_as_the_argument_s(monkeypatch):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
     with pytest.raises(ConfigError, match="expected 'no', 'fp16' or 'bf16'"):
         Accelerator(cpu=True)
+
+
+def test_what_is_saved_within_evaluating_are_the_fp32_masters(tmp_path):
+    model, accelerator, optimizer, *_ = accelerated(level="O2", dtype="bf16")
+    train(model, accelerator, optimizer)
+    exact = hs.optim.fp32_state_dict(model, optimizer.optimizer)
+    with accelerator.session.evaluating():
+        accelerator.save_model(model, str(tmp_path))
+    saved = load_file(tmp_path / "model.safetensors")
+    assert saved.keys() == exact.keys()
+    assert all(torch.equal(saved[name], value) for name, value in exact.items())

@@ -262,3 +262,22 @@ def test_a_second_trainer_trains_the_same_module(level):
     fit(module, 4, plugin=second)
     assert second.session.steps == 4
     assert len(module.losses) == 8
+
+
+def test_what_is_saved_within_evaluating_are_the_fp32_masters(tmp_path):
+    module, plugin = Digits(), Precision(level="O2", dtype="bf16")
+    trainer = fit(module, 4, plugin=plugin)
+    trainer.save_checkpoint(tmp_path / "own.ckpt")
+    with plugin.session.evaluating():
+        trainer.save_checkpoint(tmp_path / "exact.ckpt")
+    own, exact = (
+        torch.load(tmp_path / f"{name}.ckpt", weights_only=False)["state_dict"] for name in ("own", "exact")
+    )
+    assert own["net.0.weight"].dtype == torch.bfloat16
+    masters = hs.optim.fp32_state_dict(module, plugin.session.optimizers[0])
+    assert all(torch.equal(exact[name], value) for name, value in masters.items())
+    x = digits(1).tensors[0]
+    reloaded = Digits()
+    reloaded.load_state_dict(exact)
+    plugin.session.revert()
+    assert torch.equal(reloaded.net.eval()(x), module.net.eval()(x))

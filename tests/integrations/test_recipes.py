@@ -1,8 +1,11 @@
 """The recipes of docs/hosts.md for hosts that need no adapter: the optimizer alone."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 
 import halfstep as hs
 
@@ -70,6 +73,28 @@ def test_lora_in_fp32_copies_inputs_and_both_cures_keep_none():
     assert words == {"as it comes": ["adapters"], "uncast": [], "O2": []}
     assert found["as it comes"] > 1.15 * found["uncast"]
     assert found["O2"] <= found["uncast"]
+
+
+@pytest.mark.parametrize("within", [False, True])
+def test_an_adapter_is_saved_in_16_bits_or_in_fp32(within, tmp_path):
+    peft = pytest.importorskip("peft", reason="peft is in the environment of `make hosts`")
+    model = peft.get_peft_model(llama(), peft.LoraConfig(r=2, target_modules="all-linear"))
+    optimizer = hs.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    amp = hs.prepare(model, optimizer, level="O2", dtype="bf16")
+    ids = torch.randint(1, 64, (4, 16))
+    for _ in range(3):
+        with amp.autocast():
+            loss = model(input_ids=ids, labels=ids).loss
+        amp.backward(loss)
+        amp.step()
+    with amp.evaluating() if within else nullcontext():
+        model.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "adapter_model.safetensors")
+    assert {value.dtype for value in saved.values()} == {torch.float32 if within else torch.bfloat16}
+    exact = hs.optim.fp32_state_dict(model, optimizer)
+    for name, value in saved.items():
+        wide = exact[name.replace(".weight", ".default.weight")]
+        assert torch.equal(value, wide if within else wide.bfloat16())
 
 
 def test_trl(tmp_path):

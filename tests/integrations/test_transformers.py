@@ -120,3 +120,22 @@ def test_a_learning_rate_without_effect_is_told(rate, keywords, told, tmp_path, 
     found = [str(w.message) for w in recwarn if isinstance(w.message, hs.HalfstepWarning)]
     assert len(found) == bool(told)
     assert all(re.search(told, text) for text in found)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_what_is_saved_within_evaluating_are_the_fp32_masters(level, tmp_path):
+    ours = trainer(tmp_path, 2, level=level, bf16=True)
+    ours.train()
+    ours.save_model(str(tmp_path / "own"))
+    session = ours.accelerator.session
+    with session.evaluating():
+        ours.save_model(str(tmp_path / "exact"))
+    own, exact = (
+        LlamaForCausalLM.from_pretrained(tmp_path / name, dtype="auto") for name in ("own", "exact")
+    )
+    assert own.config.dtype == own.lm_head.weight.dtype == {"O1": torch.float32, "O2": torch.bfloat16}[level]
+    assert exact.config.dtype == exact.lm_head.weight.dtype == torch.float32
+    session.revert()
+    ids = data()[0]["input_ids"][None]
+    losses = [model.eval()(input_ids=ids, labels=ids).loss.item() for model in (exact, ours.model)]
+    assert losses[0] == losses[1]
