@@ -93,7 +93,8 @@ def run(
             with progress("timing a few steps", quiet):
                 pace = _time_jobs(jobs, seeds, limit, where, data, may_change_threads=threads is None)
             if not quiet:
-                print(f"computing on {torch.get_num_threads()} threads", file=sys.stderr)
+                count = torch.get_num_threads()
+                print(f"computing on {count} thread{'s' if count > 1 else ''}", file=sys.stderr)
         document = Comparison(_machine(where, memory_kept), results := list[RecipeRows]())
         interrupted = False
         for each_recipe, settings, length in jobs:
