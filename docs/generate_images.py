@@ -34,10 +34,10 @@ def box(x: float, y: float, width: float, height: float, fill: str, extra: str =
     return f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" fill="{fill}" {extra}/>'
 
 
-def picture(height: int, title: str, parts: list[str]) -> str:
+def picture(height: int, title: str, parts: list[str], width: int = WIDTH) -> str:
     """The parts as one SVG file."""
     head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
         f'height="{height}" font-family="system-ui, sans-serif" role="img">\n<title>{title}</title>\n'
     )
     return head + "\n".join(parts) + "\n</svg>\n"
@@ -168,7 +168,37 @@ def step() -> str:
     return picture(384, "A mixed-precision step with masters and a dynamic loss scale", parts)
 
 
-PICTURES = {"formats.svg": formats, "step.svg": step}
+# --- bytes of a parameter ---------------------------------------------------------------------------------
+
+
+PARTS = {"weights": "exponent", "16 bits that bf16 drops": "fp32", "gradients": "plain", "states": "mantissa"}
+#: With AdamW: bytes of each part, as `halfstep memory` counts them.
+BYTES = {
+    "fp32": (4, 0, 4, 8),
+    "bf16 weights": (2, 2, 2, 8),
+    "bf16 states": (2, 2, 2, 4),
+    "8-bit states": (2, 2, 2, 2),
+    "gradients released": (2, 2, 0, 2),
+}
+
+
+def memory() -> str:
+    """A bar for each way to keep a parameter."""
+    left, unit, parts = 140, 15, [text(0, 16, "bytes per parameter with AdamW", size=15)]
+    for i, (name, sizes) in enumerate(BYTES.items()):
+        x, y = float(left), 34 + 32 * i
+        parts.append(text(left - 8, y + 17, name, size=13, anchor="end"))
+        for kind, size in zip(PARTS.values(), sizes):
+            parts.append(box(x, y, unit * size, 24, FILLS[kind]))
+            x += unit * size
+        parts.append(text(x + 8, y + 17, str(sum(sizes)), size=15))
+    for i, (name, kind) in enumerate(PARTS.items()):
+        x, y = (0, 130)[i % 2], 212 + 22 * (i // 2)
+        parts += [box(x, y - 11, 12, 12, FILLS[kind]), text(x + 18, y, name, size=12)]
+    return picture(244, "Bytes per parameter: 16 in fp32; 14, 10, 8 and 6 with halfstep", parts, 420)
+
+
+PICTURES = {"formats.svg": formats, "step.svg": step, "memory.svg": memory}
 
 if __name__ == "__main__":
     for name, draw in PICTURES.items():

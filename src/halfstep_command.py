@@ -8,6 +8,7 @@ import itertools
 import os
 import signal
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -33,16 +34,26 @@ def main() -> int:
     if answered is not None:
         return answered
     before = signal.signal(signal.SIGINT, _leave)
-    terminal = sys.stderr.isatty()
-    if terminal or (sys.argv[1] == "train" and "--json" not in sys.argv):
-        end = "" if terminal else "\n"
-        print("halfstep: importing torch ...", end=end, file=sys.stderr, flush=True)
+    terminal, imported = sys.stderr.isatty(), threading.Event()
+    if terminal:
+        print("halfstep: importing torch ...", end="", file=sys.stderr, flush=True)
+    elif sys.argv[1] == "train" and "--json" not in sys.argv:
+        threading.Thread(target=_print_until, args=(imported,), daemon=True).start()
     from halfstep.cli import main as run
 
+    imported.set()
     if terminal:
         print("\r\x1b[K", end="", file=sys.stderr, flush=True)
     signal.signal(signal.SIGINT, before)
     return run()
+
+
+def _print_until(imported: threading.Event) -> None:
+    """Print a line every ten seconds: on a busy machine torch takes half a minute."""
+    while True:
+        print("halfstep: importing torch ...", file=sys.stderr, flush=True)
+        if imported.wait(10.0):
+            return
 
 
 def answer(given: Sequence[str]) -> int | None:

@@ -82,7 +82,7 @@ def test_the_api_page_has_every_public_name():
     assert [name for name in hs.__all__ if not re.search(rf"^### `{name}\b", text, re.MULTILINE)] == []
 
 
-@pytest.mark.parametrize("name", ["formats.svg", "step.svg"])
+@pytest.mark.parametrize("name", ["formats.svg", "step.svg", "memory.svg"])
 def test_the_images_are_up_to_date(name):
     draw = generator("generate_images").PICTURES[name]
     assert (DOCS / "images" / name).read_text(encoding="utf-8") == draw(), "python docs/generate_images.py"

@@ -28,6 +28,8 @@ def train(seconds, seconds_a_step, steps=40, seeds=2):
     clock, names, shares = Clock(), [], []
 
     def on_step(name, share):
+        if name == "measuring digits-mlp":
+            return
         clock.now += seconds_a_step
         names.append(name)
         shares.append(share)

@@ -79,7 +79,7 @@ class _Lines:
             if now - self.printed >= self.every:
                 seconds = now - self.started
                 parts = [f"{seconds:.0f} s"]
-                if self.share:
+                if self.share and self.share < 1.0:
                     parts = [f"{100 * self.share:.0f} %", *parts, time_left(seconds, self.share)]
                 self._print(f"  {self.name or self.what}: {', '.join(parts)}")
 

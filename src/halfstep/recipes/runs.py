@@ -76,7 +76,7 @@ def _endless(batches: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor,
 
 
 OnStep = Callable[[str, float], None]
-"""Told, after every step of every run, the name of the run and which share of the recipe is done."""
+"""Called after every step of every run, with its name and which share of the recipe is trained."""
 
 
 @dataclass(frozen=True)
@@ -410,6 +410,7 @@ def run_recipe(
     try:
         all_trainings = [training for _, of_setting in trainings for training in of_setting]
         done, in_time = _train_in_turns(all_trainings, steps, seeds, pace, device)
+        on_step(f"measuring {recipe.name}", 1.0)
         rounds = rounds if in_time else min(rounds, 6)
         results = measure_settings(recipe, task, settings, device, rounds, for_report=in_time)
     except KeyboardInterrupt:
