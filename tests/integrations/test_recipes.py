@@ -97,17 +97,19 @@ def test_an_adapter_is_saved_in_16_bits_or_in_fp32(within, tmp_path):
         assert torch.equal(value, wide if within else wide.bfloat16())
 
 
-def test_trl(tmp_path):
-    trl = pytest.importorskip("trl", reason="trl is in the environment of `make hosts`")
-    import datasets
+def tokenizer():
     import tokenizers
 
     words = {"[PAD]": 0, "[EOS]": 1, **{word: i + 2 for i, word in enumerate("abcdefgh")}}
     inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[PAD]"))
     inner.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=inner, pad_token="[PAD]", eos_token="[EOS]"
-    )
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="[PAD]", eos_token="[EOS]")
+
+
+def test_trl(tmp_path):
+    trl = pytest.importorskip("trl", reason="trl is in the environment of `make hosts`")
+    import datasets
+
     rows = datasets.Dataset.from_dict({"text": ["a b c d e f g h"] * 64})
     arguments = trl.SFTConfig(
         str(tmp_path), max_steps=20, per_device_train_batch_size=4, bf16=False, use_cpu=True, report_to=[],
@@ -115,10 +117,43 @@ def test_trl(tmp_path):
         learning_rate=1e-2, gradient_checkpointing=False,
     )  # fmt: skip
     trainer = trl.SFTTrainer(
-        model=llama(), args=arguments, train_dataset=rows, processing_class=tokenizer,
+        model=llama(), args=arguments, train_dataset=rows, processing_class=tokenizer(),
         optimizer_cls_and_kwargs=(hs.optim.AdamW, {"lr": 1e-2, "state_dtype": "8bit"}),
     )  # fmt: skip
     trainer.train()
     losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
     assert losses[-1] < losses[0] - 0.5
     assert next(trainer.model.parameters()).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("kind", ["DPO", "GRPO"])
+def test_trl_s_trainers_take_an_optimizer_that_was_made(kind, level, tmp_path):
+    trl = pytest.importorskip("trl", reason="trl is in the environment of `make hosts`")
+    import datasets
+
+    from halfstep.integrations.transformers import Precision
+
+    columns = {"prompt": ["a b"] * 32}
+    more = {"reward_funcs": lambda completions, **_: [float(len(c)) for c in completions]}
+    config = {"num_generations": 2, "max_completion_length": 8}
+    if kind == "DPO":
+        columns |= {"chosen": ["c d e"] * 32, "rejected": ["f g h"] * 32}
+        more, config = {"ref_model": llama().float()}, {}
+    trainer_class = type(kind, (Precision, getattr(trl, f"{kind}Trainer")), {})
+    arguments = getattr(trl, f"{kind}Config")(
+        str(tmp_path), max_steps=4, per_device_train_batch_size=4, bf16=True, use_cpu=True, report_to=[],
+        disable_tqdm=True, save_strategy="no", gradient_checkpointing=False, **config,
+    )  # fmt: skip
+    model = llama().float()
+    optimizer = hs.optim.AdamW(model.parameters(), lr=1e-2)
+    before = [p.detach().clone() for p in model.parameters()]
+    trainer = trainer_class(
+        model=model, args=arguments, train_dataset=datasets.Dataset.from_dict(columns), level=level,
+        processing_class=tokenizer(), optimizers=(optimizer, None), **more,
+    )  # fmt: skip
+    trainer.train()
+    assert trainer.accelerator.session.steps == 4
+    assert trainer.accelerator.session.optimizers == [optimizer]
+    assert model.lm_head.weight.dtype == {"O1": torch.float32, "O2": torch.bfloat16}[level]
+    assert any(not torch.equal(a, b.float()) for a, b in zip(before, model.parameters()))
