@@ -80,6 +80,7 @@ def test_a_loss_of_several_numbers_is_refused_before_anything_is_noted():
 
 WRONG_STEPS = {
     "plateau": ({"scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau(small()[1])}, "wants a metric"),
+    "an optimizer": ({"scheduler": small()[1]}, "expected a scheduler"),
     "no scheduler": ({"scheduler": 3}, r"scheduler=3\): expected a scheduler"),
     "negative clip": ({"clip_norm": -1.0}, "clip_norm=-1.0: expected"),
     "nan clip": ({"clip_norm": float("nan")}, "clip_norm=nan: expected"),

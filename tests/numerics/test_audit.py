@@ -88,6 +88,8 @@ def test_buffers_are_judged_by_the_dtype_that_they_will_have():
     model.register_buffer("positions", torch.arange(1000.0))
     assert hs.audit(model) == []
     assert [row.where for row in hs.audit(model, becomes="bf16")] == ["positions"]
+    with pytest.raises(hs.ConfigError, match="fp17"):
+        hs.audit(nn.Linear(4, 4), becomes="fp17")
 
 
 def test_it_prints_as_a_table():

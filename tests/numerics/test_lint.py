@@ -7,6 +7,7 @@ from torch.nn import functional as F
 
 from halfstep.casting import frozen_weights
 from halfstep.numerics.lint import lint, lint_source
+from halfstep.optim import AdamW
 from halfstep.policy.plan import Plan, PlanRule
 from halfstep.recipes import RECIPES
 from halfstep.scaling import NoLossScale
@@ -218,6 +219,31 @@ def test_copies_of_a_reused_weight_are_found_once_they_outweigh_the_model():
     assert all(words in finding.text for words in ("24 times", "0.0507 MB", "0.0021 MB"))
     assert "frozen_weights" in finding.cure
     assert cell_called(24, frozen=True) == [] == cell_called(4)
+
+
+def table_called(times, dtype="bf16", **options):
+    torch.manual_seed(0)
+    model = nn.Embedding(8, 4)
+    optimizer = AdamW(model.parameters(), **options)
+    amp = prepare(model, optimizer, level="O2", dtype=dtype)
+
+    def step(ids):
+        with amp.autocast():
+            loss = torch.stack([model(i) for i in ids]).float().square().mean()
+        amp.backward(loss)
+        amp.step()
+
+    rows = lint(step, torch.zeros(times, dtype=torch.long), session=amp)
+    return [f for f in rows if f.rule == "long gradient sum"]
+
+
+def test_a_16_bit_weight_that_is_used_too_often_before_a_backward_is_named():
+    (finding,) = table_called(65)
+    assert finding.where == "weight"
+    assert "65 times" in finding.text
+    assert "accumulate='fp32'" in finding.cure
+    assert table_called(64) == table_called(65, "fp16") == table_called(65, accumulate="fp32") == []
+    assert len(table_called(513, "fp16")) == 1
 
 
 def test_copies_that_each_micro_batch_frees_do_not_add_up():

@@ -84,3 +84,10 @@ def test_a_level_without_fp32_weights_is_refused():
 def test_a_decay_that_is_none_is_refused(decay: object):
     with pytest.raises(hs.ConfigError, match=r"averaged\(decay=.*from 0 up to below 1"):
         prepared("O1", torch.optim.SGD).averaged(decay)
+
+
+def test_a_session_that_was_reverted_starts_no_average():
+    amp = prepared("O1", torch.optim.SGD)
+    amp.revert()
+    with pytest.raises(hs.ConfigError, match="reverted"):
+        amp.averaged()

@@ -152,7 +152,10 @@ def custom_bwd(
     def wrapper(ctx: Any, *grads: Any) -> Any:
         region = getattr(ctx, "halfstep_region", None)
         if region is None:
-            raise ConfigError("custom_bwd needs custom_fwd on the forward of the same Function")
+            raise ConfigError(
+                "custom_bwd needs custom_fwd on the forward of the same Function, which takes ctx: torch "
+                "calls one beside a setup_context without it"
+            )
         with region():
             return bwd(ctx, *grads)
 

@@ -251,8 +251,9 @@ class Examiner:
             if self.done >= first:
                 self._reach(request)
         if self.active_request is not None and self.active_request.taped == self.done and self.taping is None:
-            self._lint = LintProbe(self.participants.parts.session, self.participants.parts.models)
-            self.taping = Taping(self.participants.parts, observers=[self._lint.observe])
+            parts = self.participants.parts
+            self._lint = LintProbe(parts.session, parts.models, parts.optimizers)
+            self.taping = Taping(parts, observers=[self._lint.observe])
 
     def on_inputs(self, names: dict[str, Tensor]) -> None:
         """Record the inputs of a model."""

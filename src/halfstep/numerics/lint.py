@@ -9,8 +9,7 @@ from __future__ import annotations
 import ast
 import math
 import traceback
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,12 +28,14 @@ from halfstep.numerics.snapshot import StepParticipants, as_list, closure_of
 from halfstep.numerics.tape import Node, is_users
 from halfstep.numerics.trace import trace_step
 from halfstep.numerics.uncast import casts_weights, low_ops, no_region, weights_fault, zero_epsilons
+from halfstep.numerics.weight_uses import WeightUses
 from halfstep.optim.loading import find_zero_moments
-from halfstep.optim.masters import holder_of
+from halfstep.optim.masters import holder_of, weight_of
 from halfstep.optim.resolution import expected_step, find_idle_steps, too_coarse
 from halfstep.policy.levels import LOW_DTYPES
 from halfstep.scaling.loss_scale import NoLossScale
 from halfstep.torch_private import pytree
+from halfstep.trees import parameters_of
 
 _MASKING = frozenset(
     ["masked_fill", "where", "full", "fill", "add", "sub", "mul", "full_like", "new_full", "scalar_tensor"]
@@ -82,7 +83,7 @@ def lint(
     parts = StepParticipants(step, participants)
     findings = findings_at_rest(parts, step, becomes)
     if step is not None:
-        probe = LintProbe(parts.session, parts.models)
+        probe = LintProbe(parts.session, parts.models, parts.optimizers)
         versions = [
             (where, buffer, buffer._version)
             for where, module, name, buffer in _floating_buffers(parts)
@@ -97,6 +98,7 @@ def lint(
         except RuntimeError as error:
             findings += _from_error(error)
         findings += probe.list_findings()
+        findings += (Finding(*row) for row in probe.uses.find_repeated_casts())
         text = "the model changes it in training, and 16 bits round small changes away"
         cure = "keep it in fp32 by a plan rule, PlanRule({!r}, dtype='fp32'), or make a count an integer"
         changed = (name for name, buffer, version in versions if buffer._version != version)
@@ -108,6 +110,8 @@ def findings_at_rest(
     parts: StepParticipants, step: Callable[..., Any] | None = None, becomes: str | torch.dtype | None = None
 ) -> list[Finding]:
     """Yield findings that need no step: in buffers, optimizers, criteria and the session."""
+    if becomes is not None:
+        format_of(becomes)
     return [
         *_buffers(parts, becomes),
         *(Finding("epsilon", *row) for row in zero_epsilons(parts.optimizers)),
@@ -127,15 +131,13 @@ def _where(node: Node) -> str:
 class LintProbe:
     """An observer for the tape of a session's step, or of any; `list_findings()` after it."""
 
-    def __init__(self, session: Any = None, models: Iterable[nn.Module] = ()) -> None:
+    def __init__(
+        self, session: Any = None, models: Iterable[nn.Module] = (), optimizers: Iterable[Any] = ()
+    ) -> None:
         self.findings: list[Finding] = []
         self._session = session
-        self._wide = {
-            p.data_ptr(): row for m in models for row in m.named_parameters() if is_wide(p := row[1])
-        }
-        """fp32 weights with their names, by where they lie: a cast may be given an alias of one."""
-        self._casts, self._most = Counter[int](), Counter[int]()
-        """How often each was cast to 16 bits since the last backward, and before the one that freed most."""
+        wide_sums = [o for o in optimizers if getattr(holder_of(o), "accumulate", None) == "fp32"]
+        self.uses = WeightUses(models, (weight_of(p) for o in wide_sums for p in parameters_of(o)))
         self._uncast: str | None = None
         """Where the first op ran in fp32 that a session runs in 16 bits; None where one ran in these."""
         self._low = set[str]()
@@ -148,35 +150,12 @@ class LintProbe:
         if self._uncast and not weights:
             fault = no_region(self._session.policy, self._session.conversions)
             return [*self.findings, Finding("no region", self._uncast, *fault)]
-        return [*self.findings, *weights, *self._repeated_casts()]
-
-    def _repeated_casts(self) -> Iterable[Finding]:
-        """Yield where copies of reused weights take more memory than all weights and gradients in fp32."""
-        casts = max(self._most, self._casts, key=self._bytes_of)
-        copies = self._bytes_of(casts)
-        if copies <= sum(8 * weight.numel() for _, weight in self._wide.values()):
-            return
-        at = max(casts, key=lambda at: self._bytes_of({at: casts[at]}))
-        once = self._bytes_of(dict.fromkeys(casts, 1))
-        text = f"cast to 16 bits {casts[at]} times before backward: copies of this model's weights take "
-        text += f"{copies / 1e6:.3g} MB until then, {once / 1e6:.2g} MB where each is cast once"
-        cure = "run the model in `with hs.frozen_weights(model):` inside of the region"
-        yield Finding("repeated casts", self._wide[at][0], text, cure)
-
-    def _bytes_of(self, casts: Mapping[int, int]) -> int:
-        return sum(2 * count * self._wide[at][1].numel() for at, count in casts.items())
-
-    def _count_cast(self, node: Node) -> None:
-        if node.phase == "backward":
-            self._most = max(self._most, self._casts, key=self._bytes_of)
-            self._casts = Counter()
-        elif node.base == "_to_copy" and node.outs and node.outs[0].dtype in LOW_DTYPES:
-            self._casts.update(at for t in node.tensors() if (at := t.data_ptr()) in self._wide)
+        sums = (Finding(*row) for row in self.uses.find_long_sums())
+        return [*self.findings, *weights, *sums]
 
     def observe(self, node: Node, finite: bool) -> None:
         """Check one op as it ran."""
-        if self._wide:
-            self._count_cast(node)
+        self.uses.observe(node)
         if node.func.is_view or node.phase not in ("forward", "recompute"):
             return
         if self._uncast is not None and any(t.dtype in LOW_DTYPES for t in node.outs):
@@ -191,11 +170,6 @@ class LintProbe:
         if node.outs and node.outs[0].dtype in LOW_DTYPES:
             rows = (*_find_stuck(node), *_equal_neighbours(node))
             self.findings += [Finding(rule, _where(node), text, cure) for rule, text, cure in rows]
-
-
-def is_wide(p: Tensor) -> bool:
-    """Whether a parameter is one that a region casts."""
-    return p.dtype is torch.float32 and not p.is_meta
 
 
 _Problem = Iterable[tuple[str, str, str]]

@@ -20,6 +20,8 @@ def start_average(session: Any, model: nn.Module, decay: float) -> AveragedModel
     is_number = isinstance(decay, (int, float)) and not isinstance(decay, bool)
     if not is_number or not 0 <= decay < 1:
         raise ConfigError(f"amp.averaged(decay={show(decay)}): expected a number from 0 up to below 1")
+    if session.reverted:
+        raise ConfigError("amp.averaged(): this session was reverted and takes no more steps: prepare() anew")
     if session.precision.stores_low and not session.precision.masters:
         raise UnsupportedError(
             f"{session.level.name} has no fp32 weights, and an average of 16-bit ones stands still "

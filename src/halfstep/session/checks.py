@@ -89,7 +89,8 @@ def check_scheduler(scheduler: Any) -> None:
             "step(scheduler=...) got a ReduceLROnPlateau, which wants a metric: "
             "call scheduler.step(metric) yourself, after an evaluation"
         )
-    if isinstance(scheduler, type) or not callable(getattr(scheduler, "step", None)):
+    wrong = isinstance(scheduler, (type, torch.optim.Optimizer))
+    if wrong or not callable(getattr(scheduler, "step", None)):
         raise ConfigError(
             f"step(scheduler={show(scheduler)}): expected a scheduler made of its class and the optimizer, "
             "such as StepLR(optimizer, 30)"
