@@ -252,7 +252,7 @@ class Examiner:
                 self._reach(request)
         if self.active_request is not None and self.active_request.taped == self.done and self.taping is None:
             parts = self.participants.parts
-            self._lint = LintProbe(parts.session, parts.models, parts.optimizers)
+            self._lint = LintProbe(parts.session, parts.models)
             self.taping = Taping(parts, observers=[self._lint.observe])
 
     def on_inputs(self, names: dict[str, Tensor]) -> None:

@@ -52,7 +52,7 @@ def examine(
     at_rest = findings_at_rest(parts, step)
     document.audit = Audit(row for row in audit(parts.models, parts.optimizers) if row not in at_rest)
     todo = [batch] if batch else []
-    probe = LintProbe(parts.session, parts.models, parts.optimizers)
+    probe = LintProbe(parts.session, parts.models)
     for number, args in enumerate([*todo, *batches] or [()]):
         if not isinstance(args, tuple | list):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ConfigError(f"a batch of type {type(args).__name__}: expected a tuple of step's arguments")

@@ -9,7 +9,8 @@ from __future__ import annotations
 import ast
 import math
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,14 +29,12 @@ from halfstep.numerics.snapshot import StepParticipants, as_list, closure_of
 from halfstep.numerics.tape import Node, is_users
 from halfstep.numerics.trace import trace_step
 from halfstep.numerics.uncast import casts_weights, low_ops, no_region, weights_fault, zero_epsilons
-from halfstep.numerics.weight_uses import WeightUses
 from halfstep.optim.loading import find_zero_moments
-from halfstep.optim.masters import holder_of, weight_of
+from halfstep.optim.masters import holder_of
 from halfstep.optim.resolution import expected_step, find_idle_steps, too_coarse
 from halfstep.policy.levels import LOW_DTYPES
 from halfstep.scaling.loss_scale import NoLossScale
 from halfstep.torch_private import pytree
-from halfstep.trees import parameters_of
 
 _MASKING = frozenset(
     ["masked_fill", "where", "full", "fill", "add", "sub", "mul", "full_like", "new_full", "scalar_tensor"]
@@ -83,7 +82,7 @@ def lint(
     parts = StepParticipants(step, participants)
     findings = findings_at_rest(parts, step, becomes)
     if step is not None:
-        probe = LintProbe(parts.session, parts.models, parts.optimizers)
+        probe = LintProbe(parts.session, parts.models)
         versions = [
             (where, buffer, buffer._version)
             for where, module, name, buffer in _floating_buffers(parts)
@@ -98,7 +97,7 @@ def lint(
         except RuntimeError as error:
             findings += _from_error(error)
         findings += probe.list_findings()
-        findings += (Finding(*row) for row in probe.uses.find_repeated_casts())
+        findings += probe.uses.find_repeated_casts()
         text = "the model changes it in training, and 16 bits round small changes away"
         cure = "keep it in fp32 by a plan rule, PlanRule({!r}, dtype='fp32'), or make a count an integer"
         changed = (name for name, buffer, version in versions if buffer._version != version)
@@ -131,13 +130,10 @@ def _where(node: Node) -> str:
 class LintProbe:
     """An observer for the tape of a session's step, or of any; `list_findings()` after it."""
 
-    def __init__(
-        self, session: Any = None, models: Iterable[nn.Module] = (), optimizers: Iterable[Any] = ()
-    ) -> None:
+    def __init__(self, session: Any = None, models: Iterable[nn.Module] = ()) -> None:
         self.findings: list[Finding] = []
         self._session = session
-        wide_sums = [o for o in optimizers if getattr(holder_of(o), "accumulate", None) == "fp32"]
-        self.uses = WeightUses(models, (weight_of(p) for o in wide_sums for p in parameters_of(o)))
+        self.uses = WeightUses(models)
         self._uncast: str | None = None
         """Where the first op ran in fp32 that a session runs in 16 bits; None where one ran in these."""
         self._low = set[str]()
@@ -150,8 +146,7 @@ class LintProbe:
         if self._uncast and not weights:
             fault = no_region(self._session.policy, self._session.conversions)
             return [*self.findings, Finding("no region", self._uncast, *fault)]
-        sums = (Finding(*row) for row in self.uses.find_long_sums())
-        return [*self.findings, *weights, *sums]
+        return [*self.findings, *weights, *self.uses.find_long_sums()]
 
     def observe(self, node: Node, finite: bool) -> None:
         """Check one op as it ran."""
@@ -170,6 +165,72 @@ class LintProbe:
         if node.outs and node.outs[0].dtype in LOW_DTYPES:
             rows = (*_find_stuck(node), *_equal_neighbours(node))
             self.findings += [Finding(rule, _where(node), text, cure) for rule, text, cure in rows]
+
+
+class WeightUses:
+    """An observer for the tape: uses of each weight in the forward passes between two backward passes.
+
+    A use of an fp32 weight is a cast of it to 16 bits. Weights are known by where they lie, since an op may
+    be given a view of one.
+    """
+
+    def __init__(self, models: Iterable[nn.Module]) -> None:
+        self._weights = {
+            p.data_ptr(): (name, p)
+            for model in models
+            for name, p in model.named_parameters()
+            if type(p) is nn.Parameter and p.requires_grad and not p.is_meta and p.numel()
+        }
+        self._uses, self._most = Counter[int](), Counter[int]()
+        """Since the last backward, and the most before one."""
+
+    def observe(self, node: Node) -> None:
+        """Count the weights that one op was given."""
+        if node.phase == "backward":
+            self._most |= self._uses
+            self._uses.clear()
+        elif node.phase == "forward" and not node.func.is_view:
+            casts = node.base == "_to_copy" and any(t.dtype in LOW_DTYPES for t in node.outs)
+            used = {t.data_ptr() for t in node.tensors() if (t.dtype is torch.float32) is casts}
+            self._uses.update(used & self._weights.keys())
+
+    def find_repeated_casts(self) -> Iterable[Finding]:
+        """Yield where copies of fp32 weights take more memory than all of these and their gradients."""
+        casts = self._most_uses(torch.float32)
+        copies = _bytes_of(casts)
+        if copies <= sum(8 * w.numel() for _, w in self._weights.values() if w.dtype is torch.float32):
+            return
+        (name, _), count = max(casts.items(), key=lambda row: row[1] * row[0][1].numel())
+        once = _bytes_of(dict.fromkeys(casts, 1))
+        text = f"cast to 16 bits {count} times before backward: copies of this model's weights take "
+        text += f"{copies / 1e6:.3g} MB until then, {once / 1e6:.2g} MB where each is cast once"
+        cure = "run the model in `with hs.frozen_weights(model):` inside of the region"
+        yield Finding("repeated casts", name, text, cure)
+
+    def find_long_sums(self) -> Iterable[Finding]:
+        """Yield the weight whose gradients autograd adds in 16 bits, one by one, past what these can hold."""
+        uses = self._most_uses(*LOW_DTYPES)
+        long = {
+            (name, weight): n
+            for (name, weight), n in uses.items()
+            if n * torch.finfo(weight.dtype).eps > 0.5 and weight.grad_dtype is not torch.float32
+        }
+        if not long:
+            return
+        (name, weight), count = max(long.items(), key=lambda row: row[1])
+        dtype, others = dtype_name(weight.dtype), f" (and {len(long) - 1} others)" if len(long) > 1 else ""
+        text = f"used {count} times before backward{others}: autograd adds the gradients of these uses in "
+        text += f"{dtype}, one by one, which rounds the later ones away"
+        cure = "give hs.optim accumulate='fp32', keep this module in fp32 by a plan rule, or use level O1"
+        yield Finding("long gradient sum", name, text, cure)
+
+    def _most_uses(self, *dtypes: torch.dtype) -> dict[tuple[str, Tensor], int]:
+        counts = self._most | self._uses
+        return {row: n for at, n in counts.items() if (row := self._weights[at])[1].dtype in dtypes}
+
+
+def _bytes_of(casts: Mapping[tuple[str, Tensor], int]) -> int:
+    return sum(2 * count * weight.numel() for (_, weight), count in casts.items())
 
 
 _Problem = Iterable[tuple[str, str, str]]
