@@ -133,7 +133,7 @@ class LintProbe:
     def __init__(self, session: Any = None, models: Iterable[nn.Module] = ()) -> None:
         self.findings: list[Finding] = []
         self._session = session
-        self.uses = WeightUses(models)
+        self.uses = _WeightUses(models)
         self._uncast: str | None = None
         """Where the first op ran in fp32 that a session runs in 16 bits; None where one ran in these."""
         self._low = set[str]()
@@ -167,7 +167,7 @@ class LintProbe:
             self.findings += [Finding(rule, _where(node), text, cure) for rule, text, cure in rows]
 
 
-class WeightUses:
+class _WeightUses:
     """An observer for the tape: uses of each weight in the forward passes between two backward passes.
 
     A use of an fp32 weight is a cast of it to 16 bits. Weights are known by where they lie, since an op may
