@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import io
 import multiprocessing
 import os
@@ -206,12 +207,16 @@ def seed(number: int) -> None:
 
 def replace(stack: contextlib.ExitStack, owner: Any, name: str, instead: Callable[..., Any]) -> None:
     """Replace a function or method by `instead(function, *arguments)` until the stack closes."""
-    function = getattr(owner, name)
+    function, inherited = getattr(owner, name), name not in vars(owner)
 
+    @functools.wraps(function)  # where a mode is active, torch hands it this one, looked up by its name
     def call_instead(*args: Any, **kwargs: Any) -> Any:
         return instead(function, *args, **kwargs)
 
-    stack.callback(setattr, owner, name, function)
+    if inherited:
+        stack.callback(delattr, owner, name)
+    else:
+        stack.callback(setattr, owner, name, function)
     setattr(owner, name, call_instead)
 
 
