@@ -2,8 +2,8 @@
 
 A step begins where the one before it ended (or, with workers that load data, at its first forward or
 autocast region, so that its batch is there already), and ends where a Session, a GradScaler or an optimizer
-is stepped; one that the script drops, since a value that it read was not finite, ends where the next begins, or
-with the script. Where the process can be copied, it is forked at the beginning of each step, and a copy runs the
+is stepped; one that the script drops, since a value that it read was not finite, ends where the next begins,
+or with the script. Where the process can be copied, it is forked at the beginning of each step; a copy runs the
 step again under the tape, and again with each cure. A run that is started to run a step again does the same
 from the moment at which that step begins. `Participants` knows who takes part.
 """
@@ -32,7 +32,7 @@ from halfstep.doctor.ledger import (
     options_of_groups,
     read_amaxes,
 )
-from halfstep.doctor.process import SECONDS, ForkPoint, Order, StopScript
+from halfstep.doctor.process import SECONDS, ForkPoint, Order, StopScript, in_words
 from halfstep.names import fqn
 from halfstep.numerics.fault import Investigation, RerunRequest, RerunResult, SuspectStep
 from halfstep.numerics.histogram import amax as largest_of
@@ -245,6 +245,7 @@ class Examiner:
         dropped = now.read and now.bad != "error"
         if dropped:
             self.ledger.blame("loss" if now.loss is None else "gradient")
+            now.loss = math.nan if now.loss is None else now.loss
             if self.taping is not None:
                 self._end_tape(dropped=True)
         now.read = False
@@ -524,6 +525,8 @@ class Examiner:
         if error is not None:
             now.bad = "error"
         dropped = self._note_dropped()
+        if error is not None:
+            self.rerun_result.error = in_words(error, self.ledger.iterations)
         if self.taping is not None:
             self._end_tape(error)
         if self.active_request is not None or (dropped and self._signed):  # an evaluation is no step

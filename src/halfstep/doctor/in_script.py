@@ -18,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from halfstep.doctor.document import INTERRUPT, Document, add_watched
 from halfstep.doctor.examiner import Examiner
+from halfstep.doctor.files import Journal, Layer
 from halfstep.doctor.ledger import note_conversions
 from halfstep.doctor.process import Order, RunFindings, in_words, replace, run_main, seed
 from halfstep.numerics.fault import RerunResult
@@ -227,6 +228,10 @@ def run_order(order: Order) -> RunFindings | RerunResult | None:
     seed(order.seed)
     examiner = Examiner(order)
     with ExitStack() as stack:
+        if order.files and order.is_first:
+            Journal(order.files).keep(stack, replace)
+        elif order.files:
+            Layer(order.files, copy=False).install(stack, replace)
         note_conversions(stack, examiner.ledger.flushes)
         request = order.request
         if request is not None:

@@ -37,6 +37,7 @@ import torch
 from torch import Tensor
 
 from halfstep.doctor.document import Document
+from halfstep.doctor.files import Layer, detach_open_files, let_write_only
 from halfstep.doctor.ledger import Ledger
 from halfstep.numerics.fault import RerunRequest, RerunResult, SuspectStep
 from halfstep.numerics.tape import is_users
@@ -50,7 +51,8 @@ class Order:
     """A script to run for `steps` iterations (0: to its end), or, with `request`, until that has been run.
 
     `copies`: whether the run may be copied; `forked`: whether its process is a copy of the first one's.
-    `text`: what to run in place of what the file holds.
+    `text`: what to run in place of what the file holds. `files`: a folder that the script's runs share, for
+    what its files were and what is written when it runs again (see `files.py`); none: files are not kept.
     """
 
     script: str
@@ -61,6 +63,12 @@ class Order:
     copies: bool = True
     forked: bool = False
     text: str | None = None
+    files: str = ""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the run that writes the script's files."""
+        return self.request is None and self.text is None
 
 
 @dataclass
@@ -108,6 +116,7 @@ class ForkPoint:
         self._asker: Connection | None = None
         self._began = self._latest = time.monotonic()
         self._took = 0.0
+        self._around = contextlib.ExitStack()
 
     def fork_here(self, freely: bool = True) -> None:
         """Fork the process here; without `freely` only if the last fork is not recent.
@@ -125,12 +134,20 @@ class ForkPoint:
             ours.close()
             request = _wait_for_orders(theirs)
             self._may, self._held, self._asker = False, None, theirs
+            self._leave_files_alone(self._examiner.order.files)
             self._examiner.run_as_copy(request)
             return
         theirs.close()
         self._held = child, ours
         self._latest = time.monotonic()
         self._took = self._latest - began
+
+    def _leave_files_alone(self, folder: str) -> None:
+        """Have this copy write to the folder only, what it holds open included."""
+        if folder:
+            detach_open_files(folder)
+            Layer(folder, copy=True).install(self._around, replace)
+            let_write_only(folder)
 
     def run(self, request: RerunRequest) -> RerunResult | None:
         """Return the result of a copy that goes on from the fork; it cannot begin at the start.
@@ -273,13 +290,16 @@ def to_bytes(value: Any) -> bytes:
     return out.getvalue()
 
 
-def carry_out(folder: str, pipe: str = "") -> None:
+def carry_out(folder: str, files: str = "", pipe: str = "") -> None:
     """Call the function pickled in a folder and leave its result there: the main of a fresh process.
 
-    `pipe`: the number of a pipe whose other end the asking process holds.
+    `files`: the only folder in which it may write. `pipe`: the number of a pipe whose other end the asking
+    process holds.
     """
     if pipe:
         _end_with(int(pipe))
+    if files:
+        let_write_only(files)
     run = pickle.loads((Path(folder) / "run").read_bytes())
     (Path(folder) / "found").write_bytes(to_bytes(run()))
 
@@ -302,9 +322,11 @@ def run_in_process(
     environment: Mapping[str, str],
     forked: bool = False,
     patient: bool = False,
+    files: str = "",
 ) -> tuple[Any, str]:
     """Return the result of `run` in a process of its own (None: it had none), and its standard error.
 
+    With `files` it may write in that folder only, where the system can see to that.
     `run` and its result are pickled. The process has a session of its own, so that Ctrl-C reaches
     this one alone, and ends when this one does; but not on Windows, where Ctrl-C reaches both.
 
@@ -314,20 +336,20 @@ def run_in_process(
     """
     interrupted, posix = False, hasattr(os, "fork")
     ours, theirs = os.pipe()[::-1]
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory(dir=files or None) as name:
         folder = Path(name)
         (folder / "run").write_bytes(to_bytes(run))
         with (folder / "said").open("wb") as errors:
             child: Any
             if forked:
-                arguments = name, errors.fileno(), ours, theirs
+                arguments = name, files, errors.fileno(), ours, theirs
                 child = multiprocessing.get_context("fork").Process(target=_in_copy, args=arguments)
                 child.start()
                 join = child.join
             else:
                 options: dict[str, Any] = {"pass_fds": [theirs], "start_new_session": True} if posix else {}
                 child = subprocess.Popen(
-                    [sys.executable, "-c", _START, name, *([str(theirs)] if posix else [])],
+                    [sys.executable, "-c", _START, name, files, *([str(theirs)] if posix else [])],
                     stdout=subprocess.DEVNULL, stderr=errors, env=environment, **options,
                 )  # fmt: skip
                 join = child.wait
@@ -366,7 +388,7 @@ def _end_with(pipe: int) -> None:
     fcntl.fcntl(pipe, fcntl.F_SETFL, os.O_ASYNC)
 
 
-def _in_copy(folder: str, errors: int, ours: int, theirs: int) -> None:
+def _in_copy(folder: str, files: str, errors: int, ours: int, theirs: int) -> None:
     """Call the function pickled in the folder, in a copy of the first process, then end it."""
     os.setsid()
     os.close(ours)
@@ -374,6 +396,6 @@ def _in_copy(folder: str, errors: int, ours: int, theirs: int) -> None:
     os.dup2(errors, 2)
     atexit._clear()
     try:
-        carry_out(folder, str(theirs))
+        carry_out(folder, files, str(theirs))
     finally:
         atexit._run_exitfuncs()

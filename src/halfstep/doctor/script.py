@@ -14,6 +14,7 @@ import dataclasses
 import os
 import re
 import socket
+import tempfile
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -24,6 +25,7 @@ import torch.distributed as dist
 from halfstep.distributed import gather, rank, world_size
 from halfstep.doctor.document import INTERRUPT, Document, keep_latest
 from halfstep.doctor.edit import as_diff, mend_script, write_plan
+from halfstep.doctor.files import MUTED
 from halfstep.doctor.in_script import run_order
 from halfstep.doctor.ledger import Ledger, all_faults, beside, smaller_data
 from halfstep.doctor.process import Interrupted, Order, RunFindings, run_in_process
@@ -175,7 +177,16 @@ def examine_script(
     order = Order(
         str(path), tuple(args), steps, seed, copies=copies and single_rank, forked=forked and single_rank
     )
-    document = _examine(order, label or str(path))
+    with tempfile.TemporaryDirectory(prefix="halfstep-") as files:
+        return _examine_and_mend(dataclasses.replace(order, files=files), text, label, findings, diff, plan)
+
+
+def _examine_and_mend(
+    order: Order, text: str, label: str, findings: Sequence[Any], diff: bool, plan: bool
+) -> Document:
+    """Examine the script, and write its cures as a diff or a plan if these are asked for."""
+    path = Path(order.script)
+    document = _examine(order, label or order.script)
     document.lint = [*dict.fromkeys(findings), *document.lint]
     attempt = partial(_examine_text, order, document)
     try:
@@ -296,7 +307,9 @@ def _say_outlier(fault: Fault, ledger: Ledger) -> None:
 
 def _in_process(order: Order) -> tuple[Any, str]:
     run = partial(run_order, order)
-    return run_in_process(run, rendezvous_env(), order.forked, order.request is None)
+    again = "" if order.is_first else order.files
+    environment = rendezvous_env() | (MUTED if again else {})
+    return run_in_process(run, environment, order.forked, order.request is None, again)
 
 
 def _first_run(order: Order, label: str) -> RunFindings | str:
