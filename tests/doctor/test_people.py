@@ -125,8 +125,11 @@ def bits(tensor):
 
 
 def missing_from(verdict: str, project: Project) -> tuple[str, ...]:
-    """What the verdict should say and does not."""
-    said = verdict.lower()
+    """What the verdict should say and does not; the lines of the script that it quotes say nothing."""
+    code = {line.strip() for text in project.files.values() for line in text.splitlines()}
+    lines = [line for line in verdict.splitlines() if line.strip() not in code]
+    said = "\n".join(line for line in lines if not line.startswith("least headroom")).lower()
+    said = said.replace("halfstep", "")
     missing = [" or ".join(words) for words in project.says if not any(word in said for word in words)]
     if project.places and not any(re.search(re.escape(p) + r"(?!\d)", verdict) for p in project.places):
         missing.append(" or ".join(project.places))
