@@ -151,3 +151,13 @@ def test_a_notebook_cell_that_fails_is_named():
     with pytest.raises(ZeroDivisionError) as caught:
         generator("run_notebook").execute({"cells": [cell]})
     assert caught.value.__notes__ == ["in cell broken of first-steps.ipynb"]
+
+
+PROGRAMS = re.findall(
+    r"^```python\n(.*?)^```", (DOCS / "optimizers.md").read_text(), re.MULTILINE | re.DOTALL
+)
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=range(len(PROGRAMS)))
+def test_programs_of_the_page_on_optimizers_run(program):
+    exec(program, {})

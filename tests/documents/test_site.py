@@ -30,7 +30,14 @@ def test_llms_txt_has_a_sentence_for_every_page():
 
 
 DOCUMENTED = [hs.prepare, hs.GradScaler, hs.autocast, hs.Trainer]
-DOCUMENTED += [hs.optim.AdamW, hs.optim.Adam, hs.optim.SGD, hs.optim.Lion, hs.optim.MasterWeights]
+DOCUMENTED += [
+    hs.optim.AdamW,
+    hs.optim.Adam,
+    hs.optim.SGD,
+    hs.optim.Lion,
+    hs.optim.Muon,
+    hs.optim.MasterWeights,
+]
 
 
 @pytest.mark.parametrize("thing", DOCUMENTED, ids=lambda thing: thing.__name__)

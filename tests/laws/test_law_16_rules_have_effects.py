@@ -256,13 +256,15 @@ def optimization(cls: Any, options: dict[str, Any], bad: bool = False, ops: bool
     """Four steps of two micro-batches on bf16 weights."""
     generator = torch.Generator().manual_seed(0)
     w = nn.Parameter(torch.randn(64, 64, generator=generator).bfloat16())
-    optimizer = cls([w], **options)
+    rest = nn.Parameter(torch.ones(64).bfloat16())
+    alone = cls is not hs.optim.Muon
+    optimizer = cls([w] if alone else [{"params": [w]}, {"params": [rest], "algorithm": "adamw"}], **options)
     noted = Ops()
     seen: Seen = []
     for i in range(4):
         for _ in range(2):
             upstream = torch.randn(64, 64, generator=generator).bfloat16() / (i + 1) ** 2
-            (w * (upstream * torch.inf if bad and i == 1 else upstream)).sum().backward()
+            (w * rest * (upstream * torch.inf if bad and i == 1 else upstream)).sum().backward()
         seen.append(plain(w.grad))
         if ops:
             with noted:
@@ -293,6 +295,15 @@ OPTIM: dict[str, dict[str, list[Row]]] = {
     "Adam": KEEPING | ADAM | {"decoupled_weight_decay": [Row(True, {"weight_decay": 0.5})]},
     "AdamW": KEEPING | ADAM,
     "Lion": KEEPING | MOMENTS,
+    "Muon": {
+        **KEEPING,
+        "momentum": [Row(0.5)],
+        "nesterov": [Row(False)],
+        "ns_coefficients": [Row((2.0, -1.5, 0.5))],
+        "eps": [Row(1e3)],
+        "ns_steps": [Row(2)],
+        "adjust_lr_fn": [Row("match_rms_adamw")],
+    },
     "SGD": {
         **KEEPING,
         "state_dtype": [Row(row.value, {"momentum": 0.9}) for row in KEEPING["state_dtype"]],

@@ -1,6 +1,7 @@
 """Optimizers and master weights: what updates a model whose weights are 16 bits wide."""
 
 from halfstep.optim.masters import MasterWeights, fp32_state_dict
+from halfstep.optim.muon import Muon, muon_groups
 from halfstep.optim.optimizers import SGD, Adam, AdamW, Lion
 from halfstep.optim.resolution import lost_updates, resolution
 
@@ -10,8 +11,10 @@ __all__ = [
     "AdamW",
     "Lion",
     "MasterWeights",
+    "Muon",
     "fp32_state_dict",
     "lost_updates",
+    "muon_groups",
     "resolution",
 ]
 

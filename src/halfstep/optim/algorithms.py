@@ -31,11 +31,14 @@ class Algorithm:
     code: int
     states: tuple[str, ...]
     scalars: Callable[[Mapping[str, Any], Number], Scalars]
-    update: Callable[[Tensor, Tensor, list[Tensor], Scalars], tuple[Tensor, list[Tensor]]]
+    update: Callable[..., tuple[Tensor, list[Tensor]]]
+    """Weight, gradient and states (flat), then the scalars, to the new weight and states."""
     bounds: Callable[[list[Tensor], Tensor, Scalars], list[Tensor]]
     decoupled: bool
     counts: bool = False
     """Whether the scalars depend on the number of the step."""
+    whole: bool = False
+    """Whether it takes each parameter by itself, and the parameter and its group in the place of scalars."""
     starts_with_buffer: bool = False
     """Whether steps are counted from the making of the buffer, whose first value is the gradient."""
 

@@ -217,5 +217,5 @@ def check_hyperparameters(group: Mapping[str, Any]) -> None:
             raise ConfigError(f"{name}={show(value)}: must be a number of at least 0")
     if "betas" in group:
         check_betas(group["betas"])
-    if group.get("nesterov") and (group["momentum"] <= 0 or group["dampening"] != 0):
+    if group.get("nesterov") and "dampening" in group and (group["momentum"] <= 0 or group["dampening"]):
         raise ConfigError("nesterov=True needs momentum > 0 and dampening 0")

@@ -124,7 +124,7 @@ class OnePassOptimizer(MasterHolder, torch.optim.Optimizer):
 
     def algorithm(self, group: Mapping[str, Any]) -> Algorithm:
         """Return the algorithm this group runs."""
-        raise TypeError(f"{type(self).__name__} names no algorithm; use AdamW, Adam, SGD or Lion")
+        raise TypeError(f"{type(self).__name__} names no algorithm; use AdamW, Adam, SGD, Lion or Muon")
 
     def _places(self) -> Iterator[tuple[Tensor, Group, Place]]:
         """Yield every parameter with its group, and its place: number of the group and number within."""
@@ -139,6 +139,7 @@ class OnePassOptimizer(MasterHolder, torch.optim.Optimizer):
         group = self.param_groups[-1]
         try:
             arguments.check_group(group)
+            self.algorithm(group)
             for p in group["params"]:
                 arguments.check_parameter(p, group["master"])
             shards.check_blocks(group, group["params"])

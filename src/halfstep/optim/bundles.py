@@ -248,6 +248,7 @@ class TensorGroup:
         extra = None if self.extra_key is None else self.states[self.extra_key]
         return [
             storage.Slot(
+                param=param,
                 kind=self.kind,
                 state_kind=self.state_kind,
                 width=storage.width_of(weight),
@@ -257,7 +258,7 @@ class TensorGroup:
                 states=[storage.flat(column[i]) for column in states],
                 exponents=[column[i] for column in exponents],
             )
-            for i, (weight, grad) in enumerate(zip(self.weights, self.grads))
+            for i, (param, weight, grad) in enumerate(zip(self.params, self.weights, self.grads))
         ]
 
 

@@ -3,7 +3,8 @@
 No value is read back to the host: on an accelerator scale, clip factor and skip stay device scalars.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,12 +21,13 @@ def update(
     factor: Number,
     key: rounding.Int,
     first: rounding.Int = 0,
+    group: Mapping[str, Any] | None = None,
 ) -> tuple[list[Tensor], Tensor | None]:
     """What the tensors of `slot.kept` become in a step, and where a weight left the range of its master.
 
     The gradient is multiplied by `factor` first. `scalars`, the random `key` and where its elements begin
-    (less what a whole tensor holds before them) are numbers, or tensors with one for each element. The second
-    value is a 0-d bool tensor (exact fp16) or None.
+    (less what a whole tensor holds before them) are numbers, or tensors with one for each element. `group` is
+    what algorithms of whole parameters go by. The second value is a 0-d bool tensor (exact fp16) or None.
     """
     g = slot.grad.to(torch.float32) * factor
     random = None
@@ -35,7 +37,8 @@ def update(
     w = storage.read_weight(slot.kind, slot.weight, slot.extra)
     states = [storage.read_state(slot, i) for i in range(len(slot.states))]
     bounds = _bounds(algorithm, slot, w, g, scalars)
-    w, states = algorithm.update(w, g, states, scalars)
+    about = (slot.param, group) if algorithm.whole else (scalars,)
+    w, states = algorithm.update(w, g, states, *about)
     new = [storage.store_state(slot, i, v, random, bounds[i]) for i, v in enumerate(states)]
     again = rounding.again(random, key) if slot.kind == L.BF16_STOCHASTIC and random is not None else None
     weight, over = storage.store_weight(slot.kind, w, slot.weight.dtype, again)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from halfstep import errors
 from halfstep.formats import dtype_name
+from halfstep.optim import muon
 from halfstep.optim.base import OnePassOptimizer
 from halfstep.policy.levels import LOW_DTYPES
 
@@ -75,8 +76,12 @@ def resolution(optimizer: OnePassOptimizer, warn: bool = True) -> list[Resolutio
 def expected_step(p: Tensor, group: Mapping[str, Any], rate: float) -> Tensor | None:
     """Return how far an update at this rate moves each sampled weight.
 
-    Adam and Lion move it by about the rate, SGD by the rate times the gradient; None without a gradient.
+    Adam and Lion move it by about the rate, Muon by what its matrix is adjusted to, SGD by the rate times the
+    gradient; None without a gradient.
     """
+    if group.get("algorithm") == "muon":
+        rate = float(muon.lr_of(rate, group["adjust_lr_fn"], p.shape)) / max(p.shape) ** 0.5
+        return torch.tensor(rate, dtype=torch.float64, device="cpu")
     if "betas" in group:
         return torch.tensor(rate, dtype=torch.float64, device="cpu")
     return None if p.grad is None else _sample(p.grad).abs().double() * rate

@@ -87,8 +87,9 @@ def exponents_shape(t: Tensor) -> tuple[int, int]:
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """Flat tensors; `width` is the length of the rows that 8-bit blocks do not cross."""
+    """Flat tensors of `param`; `width` is the length of the rows that 8-bit blocks do not cross."""
 
+    param: Tensor
     kind: int
     state_kind: int
     width: int

@@ -54,7 +54,7 @@ def by_reference(bundle: TensorGroup, decision: Decision, seed: int) -> Tensor |
     hyper, factor = _hyper(bundle, decision, on_host)
     keys = list(zip(bundle.base_keys(seed), bundle.origins())) if bundle.rounds_randomly else []
     flags: list[Tensor] = []
-    for run in storage.runs_of(slots):
+    for run in [[i] for i in range(len(slots))] if bundle.algorithm.whole else storage.runs_of(slots):
         parts, counts = [slots[i] for i in run], torch.stack([steps[i] for i in run])
         sizes = [slot.weight.numel() for slot in parts]
         numbers = [*_scalars(bundle.algorithm, hyper, counts, on_host)]
@@ -62,7 +62,7 @@ def by_reference(bundle: TensorGroup, decision: Decision, seed: int) -> Tensor |
         *scalars, key, first = _per_element(numbers, sizes)
         joined = storage.join(parts)
         values, out_of_range = reference.update(
-            bundle.algorithm, joined, tuple(scalars), factor, cast(Any, key), cast(Any, first)
+            bundle.algorithm, joined, tuple(scalars), factor, cast(Any, key), cast(Any, first), hyper
         )
         if skip is not None:
             values = [torch.where(skip, before, value) for before, value in zip(joined.kept, values)]
