@@ -54,7 +54,8 @@ def _on_audit(event: str, args: tuple[Any, ...]) -> None:
     if listener is None:
         return
     if event == "open":
-        paths = args[:1] if isinstance(args[2], int) and args[2] & _WRITING else ()
+        writes = isinstance(args[2], int) and args[2] & _WRITING
+        paths = args[:1] if writes and not os.path.isdir(args[0]) else ()  # a folder: another opener opens it
     else:
         paths = args[: _CHANGES.get(event, 0)]
     for path in paths:
