@@ -82,7 +82,8 @@ class Note:
     rate and further options by group; `schedule`: the class of what sets the rates. `rows`: where inputs are
     largest. `nonfinite`: whose gradients are not finite as a step begins that may be skipped. `read`: whether
     the script read a value that was not finite, and did not go backward from it since. `stale`: a
-    parameter whose gradient is in part that of the step before; `flushed`: second moments that became zero.
+    parameter whose gradient is in part that of the step before; `flushed`: second moments that became zero;
+    `again`: whether it is the second update by the same gradients.
     """
 
     number: int
@@ -108,6 +109,24 @@ class Note:
     where: tuple[str, int] = ("", 0)
     stale: str = ""
     flushed: str = ""
+    again: bool = False
+
+
+@dataclass
+class Mistake:
+    """What a loop does with its gradients, updates or targets that it should not, and in which steps.
+
+    It is a fault where it is seen in `least` steps.
+    """
+
+    phase: str
+    op: str
+    kind: str
+    where: tuple[str, int]
+    text: str
+    cure: Cure
+    least: int
+    steps: set[int] = field(default_factory=set[int])
 
 
 def read_amaxes(tensors: Sequence[Tensor]) -> list[float]:
@@ -131,6 +150,7 @@ class Ledger:
         self.notes: list[Note] = []
         self.flushes: list[Flush] = []
         self.lost: Sequence[LostUpdates] = ()
+        self.mistakes: dict[tuple[str, tuple[str, int]], Mistake] = {}
         self.terms = PLAIN
         self.now = Note(0)
         self._iteration = 0
@@ -142,9 +162,22 @@ class Ledger:
         """Note the first thing that was not finite in this step."""
         self.now.bad = self.now.bad or what
 
+    def report(
+        self, op: str, where: tuple[str, int], kind: str, text: str, cure: Cure, least: int = 1,
+        phase: str = "optimizer", step: int | None = None,
+    ) -> None:  # fmt: skip
+        """Note a mistake of the loop in this step, or in another; its latest words count."""
+        made = self.mistakes.setdefault((op, where), Mistake(phase, op, kind, where, text, cure, least))
+        made.text = text
+        made.steps.add(self.now.number if step is None else step)
+
     def close(self, owner: object) -> Note:
         """End the step that `owner` (an optimizer, as a rule) made."""
         self.number(owner)
+        if self.now.again:
+            self.notes.append(self.now)
+            self.now = Note(self._iteration + 1)
+            return self.notes[-1]
         self._iteration = self.now.number
         self._round = {id(owner)} if id(owner) in self._round else self._round | {id(owner)}
         self._next[self._last], self._last = id(owner), id(owner)
@@ -155,7 +188,7 @@ class Ledger:
 
     def number(self, owner: object) -> int:
         """Return the number of the step that ends: an optimizer that steps again begins another iteration."""
-        self.now.number = self._iteration + (id(owner) in self._round)
+        self.now.number = self._iteration + (id(owner) in self._round and not self.now.again)
         return self.now.number
 
     @property
@@ -401,10 +434,21 @@ def all_faults(ledger: Ledger, traced: Sequence[Fault]) -> list[Fault]:
     leads.
     """
     sound = ledger.first_broken_step() is None
-    faults = [*traced, *quiet_faults(ledger)] if sound else with_roots(ledger, traced)
+    faults = [*_mistakes(ledger), *traced, *quiet_faults(ledger)] if sound else with_roots(ledger, traced)
     return sorted(
         faults, key=lambda f: (f.masked_by is not None, f.of_the_scale, f.phase != "prepare", f.step)
     )
+
+
+def _mistakes(ledger: Ledger) -> list[Fault]:
+    """Return the mistakes of the loop that were seen often enough, up to the last step there is."""
+    last = ledger.notes[-1].number if ledger.notes else 0
+    return [
+        Fault(m.phase, m.op, OpLocation("", "", None, *m.where), Cause(m.kind, f"{m.kind}: {m.text}"), [m.cure],
+              min(m.steps), taped=False)
+        for m in ledger.mistakes.values()
+        if len(m.steps) >= m.least and min(m.steps) <= last
+    ]  # fmt: skip
 
 
 def quiet_faults(ledger: Ledger) -> list[Fault]:
@@ -461,7 +505,7 @@ def _overshoot_fault(ledger: Ledger) -> Fault:
 def with_roots(ledger: Ledger, faults: Sequence[Fault]) -> list[Fault]:
     """Return the faults of a run with lasting damage, with the update or growing loss that led to each."""
     ledger = ledger.until(ledger.first_broken_step())
-    noted_faults = [*_find_lost_values(ledger), *_find_uncleared(ledger)]
+    noted_faults = [*_mistakes(ledger), *_find_lost_values(ledger), *_find_uncleared(ledger)]
     root = _root(ledger, faults)
     after = root.step if root is not None else math.inf
     came_of_it = [f for f in faults if f.step >= after and f.cause.kind not in ("data", "learning rate")]
