@@ -28,6 +28,7 @@ from halfstep.doctor.ledger import (
     Ledger,
     Note,
     all_faults,
+    judge_targets,
     length,
     options_of_groups,
     read_amaxes,
@@ -35,14 +36,14 @@ from halfstep.doctor.ledger import (
 from halfstep.doctor.owners import Owners
 from halfstep.doctor.process import SECONDS, ForkPoint, Order, StopScript, in_words
 from halfstep.names import fqn
-from halfstep.numerics.fault import Investigation, RerunRequest, RerunResult, SuspectStep
+from halfstep.numerics.fault import LATER, Investigation, RerunRequest, RerunResult, SuspectStep
 from halfstep.numerics.histogram import amax as largest_of
 from halfstep.numerics.lint import Audit, LintProbe, audit
-from halfstep.numerics.remedies.base import Met, always
+from halfstep.numerics.remedies.base import Cure, Met, always
 from halfstep.numerics.remedies.bf16 import FP16
 from halfstep.numerics.remedies.terms import LOOPS, terms_of
 from halfstep.numerics.snapshot import StepParticipants, is_session, scale_of, with_prefixes
-from halfstep.numerics.tape import call_site, running_loop
+from halfstep.numerics.tape import call_site, running_loop, users_names
 from halfstep.numerics.trace import Taping
 from halfstep.numerics.watch import Watch, watch
 from halfstep.optim.loading import find_zero_moments
@@ -312,6 +313,14 @@ class Examiner:
             self._parameters = self.participants.parts.parameters()
         self.owners.before_backward(roots, weighted, self._parameters, self.participants.scale())
 
+    def on_targets(self, loss: str, targets: Tensor) -> None:
+        """Note targets that this loss is not made for."""
+        text, do, code = judge_targets(loss, targets)
+        if text:
+            name = next(iter(users_names([targets])), "targets")
+            where, cure = call_site()[1:], Cure("data", do, code.format(name))
+            self.ledger.report(loss, where, "data", text, cure, 1 if "binary" in loss else 3, "forward")
+
     def on_output(self, module: nn.Module, out: Tensor) -> None:
         """Record the result of a module without submodules."""
         name, amax = self.participants.name_of(module), float(largest_of(out))
@@ -379,6 +388,8 @@ class Examiner:
         self.owners.on_updated(optimizer)
         now.flushed = now.flushed or self._find_zero_moments(optimizer, after)
         pairs = zip(self._before, after)
+        scalars = (p for p in after if p.numel() == 1 and p.requires_grad)
+        now.scalars |= {self.participants.name_of(p): float(p) for p in scalars}
         now.update += length(new.detach() - old for old, new in pairs if old.shape == new.shape)
         now.size += length(self._before)
         self._before = []
@@ -433,7 +444,7 @@ class Examiner:
         run = sum(1 for _ in itertools.takewhile(lambda note: note.bad, reversed(self.ledger.notes)))
         other = note.bad != before.bad or not note.nonfinite <= before.nonfinite or run & (run - 1) == 0
         another = not before.bad or (before.skipped and other)  # what is corrupted stays so
-        if (note.bad and another) or (not note.bad and (index == 1 or note.silent)):
+        if (note.bad and another) or (not note.bad and (index in (1, *LATER) or note.silent)):
             self.investigation.rerun(SuspectStep(index, note.number, note.bad, note.lasting_damage))
 
     def leave(self) -> None:

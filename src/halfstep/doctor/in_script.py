@@ -66,6 +66,8 @@ class Hooks:
         replace(self._stack, torch.amp.GradScaler, "update", self._on_scaler_update)
         replace(self._stack, LRScheduler, "step", self._on_schedule)
         replace(self._stack, torch.autograd, "backward", self._on_engine)
+        for loss in ("cross_entropy", "binary_cross_entropy", "binary_cross_entropy_with_logits"):
+            replace(self._stack, nn.functional, loss, partial(self._on_loss_function, loss))
         for owner in (torch.amp.GradScaler, torch.optim.Optimizer, LRScheduler):
             replace(self._stack, owner, "__init__", self._on_create)
         for owner in (torch.optim.Optimizer, nn.Module):
@@ -146,6 +148,21 @@ class Hooks:
         finally:
             self._engine = False
         self._report(self._examiner.owners.after_backward)
+
+    def _on_loss_function(
+        self, name: str, loss: Callable[..., Any], input: Tensor, target: Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Report the targets of a loss that takes probabilities, with those of a step."""
+        result = loss(input, target, *args, **kwargs)
+        probabilities = target.is_floating_point() and target.shape == input.shape and target.numel()
+        if (
+            probabilities
+            and torch.is_grad_enabled()
+            and not _in_backward()
+            and not torch.compiler.is_compiling()
+        ):
+            self._report(self._examiner.on_targets, name, target.detach())
+        return result
 
     def _on_scale(self, scale: Callable[..., Any], scaler: Any, outputs: Any) -> Any:
         scaled = scale(scaler, outputs)

@@ -44,6 +44,8 @@ _MOVED = 0.1
 _OUTLYING, _BATCHES = 30, 3
 #: A first update that is so many times the weights, and the loss after it so many times that before.
 _SHOT = 10
+#: Steps in which a scalar goes one way before that is a drift.
+_STEADY = 4
 #: A loss that grew so many times is not training; before values that are not finite, less says as much.
 DIVERGED, _BLOWN = 1e4, 1e2
 
@@ -83,7 +85,7 @@ class Note:
     largest. `nonfinite`: whose gradients are not finite as a step begins that may be skipped. `read`: whether
     the script read a value that was not finite, and did not go backward from it since. `stale`: a
     parameter whose gradient is in part that of the step before; `flushed`: second moments that became zero;
-    `again`: whether it is the second update by the same gradients.
+    `again`: whether it is the second update by the same gradients; `scalars`: parameters of one value.
     """
 
     number: int
@@ -110,6 +112,33 @@ class Note:
     stale: str = ""
     flushed: str = ""
     again: bool = False
+    scalars: dict[str, float] = field(default_factory=dict[str, float])
+
+
+#: Beyond 0 and 1 by this is no label that was smoothed; so far from 1 is no sum that was rounded.
+_SMOOTHED, _ROUNDED = 0.5, 0.02
+
+
+def judge_targets(loss: str, targets: Tensor) -> tuple[str, str, str]:
+    """Say what is wrong with the targets of a loss, what to do, and the code for that; else nothing.
+
+    `targets`: probabilities, for cross_entropy [N, C, ...] or [C]. Rows of zeros, as of what is masked, and
+    targets of 0 and 1 alone, as of several labels at once, pass.
+    """
+    if "binary" in loss:
+        low, high = (float(x) for x in torch.aminmax(targets.float()))
+        if -_SMOOTHED <= low and high <= 1 + _SMOOTHED or not math.isfinite(high - low):
+            return "", "", ""
+        text = f"the targets of {loss} reach from {low:.4g} to {high:.4g}, and it takes targets in [0, 1]"
+        return text, "bring the targets into [0, 1] where they are loaded", f"{{}} / {max(high, -low):.4g}"
+    sums = targets.float().sum(min(1, targets.dim() - 1))
+    off = ((sums - 1).abs() > _ROUNDED) & (sums != 0)
+    if 2 * int(off.sum()) < off.numel() or bool(((targets == 0) | (targets == 1)).all()):
+        return "", "", ""
+    text = (
+        f"the targets of {loss} are no probabilities: those of a row sum to {float(sums[off].median()):.3g}"
+    )
+    return text, "make the targets of each row sum to 1", "{0} / {0}.sum(1, keepdim=True)"
 
 
 @dataclass
@@ -218,6 +247,21 @@ class Ledger:
                     )
                     return name, text
         return "", ""
+
+    def drift(self, module: str, number: int) -> str:
+        """Say which parameter of one value, of this module or above it, has gone one way until a step."""
+        notes = [note for note in self.notes if note.number <= number and note.scalars]
+        for name in notes[-1].scalars if len(notes) > _STEADY else ():
+            values = [note.scalars[name] for note in notes if name in note.scalars]
+            moves = [b - a for a, b in itertools.pairwise(values)]
+            steady = sum(move * (values[-1] - values[0]) > 0 for move in moves) > 0.9 * len(moves)
+            if (
+                steady
+                and abs(values[-1]) > max(1.0, 2 * abs(values[0]))
+                and module.startswith(name.rpartition(".")[0])
+            ):
+                return f"{name} has gone from {values[0]:.3g} to {values[-1]:.3g} in {len(values)} steps"
+        return ""
 
     def is_recovered(self, index: int = 0) -> bool:
         """Whether a skipped step only lowered the loss scale: steps after it are taken.

@@ -170,7 +170,7 @@ class Owners:
     def conclude(self) -> None:
         """Note the schedules under which the rate vanished while each step moved them on."""
         for entry in self._schedules.values():
-            life, most = self._lives.get(entry.optimizer), max(entry.rates)
+            life, most = self._lives.get(entry.optimizer), entry.rates[0]
             fallen = [i for i, rate in enumerate(entry.rates) if 0 < rate < _FALLEN * most]
             each_step = life is not None and len(entry.rates) > 0.8 * life.steps > _OFTEN
             if each_step and len(fallen) > _LONG * len(entry.rates) and "Plateau" not in entry.kind:

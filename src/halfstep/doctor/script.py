@@ -298,6 +298,9 @@ def _compose_document(run_findings: RunFindings, traced: Sequence[Fault]) -> Doc
 
 def _say_outlier(fault: Fault, ledger: Ledger) -> None:
     """Add the batch to a cause in forward or backward, where that batch is far too large."""
+    drift = ledger.drift(fault.module, fault.step) if fault.cause.kind == "range" and fault.taped else ""
+    if drift and not fault.harmless:
+        fault.cause = fault.cause.and_also(drift)
     name, text = ledger.outlier(fault.step)
     if not text or fault.phase not in ("forward", "backward") or fault.cause.kind == "data" or fault.harmless:
         return

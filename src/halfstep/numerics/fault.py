@@ -354,6 +354,8 @@ def alike(fault: Fault, other: Fault) -> bool:
 
 #: Faults of one run that are traced; bad steps, and steps that seem well, that are looked at for them.
 _FAULTS, _TRACES, _GLANCES = 3, 6, 3
+#: Steps that are looked at besides, by a copy, for averages that begin later and sums that stand still late.
+LATER = (3, 40, 400, 4000)
 #: Steps that must be well after a bad one for a cure of it to work; with the first that does, so many; few.
 _AFTER, _REST, _FEW = 3, 40, 16
 
@@ -382,11 +384,16 @@ class Investigation:
 
     def rerun(self, suspect: SuspectStep) -> None:
         """Tape a step and try the cures of its fault."""
-        enough = self._reruns[suspect.bad] >= (_TRACES if suspect.bad else _GLANCES)
+        later = not suspect.bad and suspect.index in LATER
+        enough = self._reruns[suspect.bad] >= (_TRACES if suspect.bad else _GLANCES) and not later
         faults = [fault for fault in self.rerun_result.faults if not fault.of_the_scale]
         if enough or (suspect.bad and len(faults) >= _FAULTS):
             return
         rerun_result = self._rerun.run(RerunRequest(suspect.index, taped=suspect.index))
+        if later:
+            found = [] if rerun_result is None else rerun_result.lint
+            self.rerun_result.lint = list(dict.fromkeys([*self.rerun_result.lint, *found]))
+            return
         if rerun_result is not None and suspect.bad == "error" and not rerun_result.faults:
             return  # what a script raises is no matter of numbers, as a rule
         if rerun_result is None or not rerun_result.counts or (suspect.bad and not rerun_result.faults):
