@@ -425,7 +425,7 @@ class Examiner:
             now.taken, skipped = False, True  # an optimizer that was told to do nothing, as Apex does
         now.skipped = skipped
         if skipped and optimizer is not None:
-            self.owners.on_skipped(optimizer)
+            now.again = self.owners.on_skipped(optimizer)
         if self.participants.parts.session is None:
             self.owners.on_step(self.participants.models, self.participants.parts.optimizers, now.where)
         if skipped and self.watch is not None and self.participants.parts.session is None:

@@ -62,11 +62,11 @@ class Hooks:
         for scaler in (torch.amp.GradScaler, GradScaler):
             replace(self._stack, scaler, "step", self._on_scaler_step)
             replace(self._stack, scaler, "scale", self._on_scale)
+            replace(self._stack, scaler, "update", self._on_scaler_update)
         replace(self._stack, torch.amp.GradScaler, "unscale_", self._on_unscale)
-        replace(self._stack, torch.amp.GradScaler, "update", self._on_scaler_update)
         replace(self._stack, LRScheduler, "step", self._on_schedule)
         replace(self._stack, torch.autograd, "backward", self._on_engine)
-        for loss in ("cross_entropy", "binary_cross_entropy", "binary_cross_entropy_with_logits"):
+        for loss in ("cross_entropy", "binary_cross_entropy_with_logits"):
             replace(self._stack, nn.functional, loss, partial(self._on_loss_function, loss))
         for owner in (torch.amp.GradScaler, torch.optim.Optimizer, LRScheduler):
             replace(self._stack, owner, "__init__", self._on_create)

@@ -127,10 +127,11 @@ def judge_targets(loss: str, targets: Tensor) -> tuple[str, str, str]:
     """
     if "binary" in loss:
         low, high = (float(x) for x in torch.aminmax(targets.float()))
-        if -_SMOOTHED <= low and high <= 1 + _SMOOTHED or not math.isfinite(high - low):
+        if max(-low, high - 1) <= _SMOOTHED or not math.isfinite(high - low):
             return "", "", ""
         text = f"the targets of {loss} reach from {low:.4g} to {high:.4g}, and it takes targets in [0, 1]"
-        return text, "bring the targets into [0, 1] where they are loaded", f"{{}} / {max(high, -low):.4g}"
+        code = f"{{}} / {high:.4g}" if low >= 0 else f"({{}} + {-low:.4g}) / {high - low:.4g}"
+        return text, "bring the targets into [0, 1] where they are loaded", code
     sums = targets.float().sum(min(1, targets.dim() - 1))
     off = ((sums - 1).abs() > _ROUNDED) & (sums != 0)
     if 2 * int(off.sum()) < off.numel() or bool(((targets == 0) | (targets == 1)).all()):
@@ -195,10 +196,10 @@ class Ledger:
         self, op: str, where: tuple[str, int], kind: str, text: str, cure: Cure, least: int = 1,
         phase: str = "optimizer", step: int | None = None,
     ) -> None:  # fmt: skip
-        """Note a mistake of the loop in this step, or in another; its latest words count."""
+        """Note a mistake of the loop in this step, or in another; the latest words of its first step count."""
         made = self.mistakes.setdefault((op, where), Mistake(phase, op, kind, where, text, cure, least))
-        made.text = text
         made.steps.add(self.now.number if step is None else step)
+        made.text = text if len(made.steps) == 1 else made.text
 
     def close(self, owner: object) -> Note:
         """End the step that `owner` (an optimizer, as a rule) made."""
@@ -477,8 +478,13 @@ def all_faults(ledger: Ledger, traced: Sequence[Fault]) -> list[Fault]:
     Faults masked by another come last, before them those that a lower loss scale cures; else the earliest
     leads.
     """
-    sound = ledger.first_broken_step() is None
-    faults = [*_mistakes(ledger), *traced, *quiet_faults(ledger)] if sound else with_roots(ledger, traced)
+    broken = ledger.first_broken_step()
+    sound, mistakes = broken is None, _mistakes(ledger.until(broken))
+    left = min((m.step for m in mistakes if m.cause.kind == "accumulation"), default=math.inf)
+    first = min((m.step for m in mistakes if m.cause.kind != "data"), default=math.inf)
+    traced = [f for f in traced if f.step < left or (f.phase, f.cause.kind) != ("backward", "data")]
+    noted = [*traced, *quiet_faults(ledger)] if sound else with_roots(ledger, traced)
+    faults = [*mistakes, *(f for f in noted if f.step < first or f.taped or f.cause.kind != "divergence")]
     return sorted(
         faults, key=lambda f: (f.masked_by is not None, f.of_the_scale, f.phase != "prepare", f.step)
     )
@@ -488,8 +494,8 @@ def _mistakes(ledger: Ledger) -> list[Fault]:
     """Return the mistakes of the loop that were seen often enough, up to the last step there is."""
     last = ledger.notes[-1].number if ledger.notes else 0
     return [
-        Fault(m.phase, m.op, OpLocation("", "", None, *m.where), Cause(m.kind, f"{m.kind}: {m.text}"), [m.cure],
-              min(m.steps), taped=False)
+        Fault(m.phase, m.op, OpLocation("", "", None, *m.where), Cause(m.kind, f"{m.kind}: {m.text}"),
+              [m.cure], min(m.steps), taped=False)
         for m in ledger.mistakes.values()
         if len(m.steps) >= m.least and min(m.steps) <= last
     ]  # fmt: skip
@@ -549,7 +555,7 @@ def _overshoot_fault(ledger: Ledger) -> Fault:
 def with_roots(ledger: Ledger, faults: Sequence[Fault]) -> list[Fault]:
     """Return the faults of a run with lasting damage, with the update or growing loss that led to each."""
     ledger = ledger.until(ledger.first_broken_step())
-    noted_faults = [*_mistakes(ledger), *_find_lost_values(ledger), *_find_uncleared(ledger)]
+    noted_faults = [*_find_lost_values(ledger), *_find_uncleared(ledger)]
     root = _root(ledger, faults)
     after = root.step if root is not None else math.inf
     came_of_it = [f for f in faults if f.step >= after and f.cause.kind not in ("data", "learning rate")]

@@ -10,11 +10,10 @@ from __future__ import annotations
 import gc
 import math
 import sys
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +28,7 @@ from halfstep.trees import parameters_of, tensors_in
 
 #: In what a gradient's terms are: times the loss scale, plain, or nobody knows.
 SCALED, PLAIN, UNKNOWN = "scaled", "plain", "unknown"
+_SCALED = "halfstep.scaled"
 #: Ops between a loss and what scaled it; steps in which a thing is seen before it is said.
 _NEAR, _OFTEN = 32, 3
 #: What was made anew after more steps than this had learned what it could.
@@ -62,7 +62,7 @@ class Life:
     kind: str
     made: Place
     steps: int = 0
-    stateful: bool = False
+    stateful: bool = True
     first: Tensor | None = None
     version: int = 0
 
@@ -93,7 +93,7 @@ def _is_scaled(roots: Iterable[Tensor], scale: float) -> bool:
     """Whether a loss comes of `scaler.scale(...)`, or of a product with the scale."""
     todo = [t.grad_fn for t in roots if t.grad_fn is not None]
     for node in todo:
-        if "halfstep.scaled" in node.metadata:
+        if _SCALED in cast(Any, node).metadata:
             return True
         if node.name() == "MulBackward0":
             factors = (getattr(node, name, None) for name in ("_saved_self", "_saved_other"))
@@ -118,15 +118,16 @@ class Owners:
         self._reached, self._starved = Counter[Tensor](), Counter[Tensor]()
         """In how many steps a backward reached a parameter; in how many updates in a row one had no gradient."""
         self._reached_now = set[Tensor]()
-        self._values = dict[Tensor, Tensor]()
-        self._before, self._unit, self._used_before = dict[Tensor, Mark | None](), PLAIN, set[Tensor]()
-        self._backwards, self._at = 0, weakref.WeakKeyDictionary[torch.optim.Optimizer, int]()
-        self._divided = weakref.WeakSet[torch.optim.Optimizer]()
+        self._values, self._suspected = dict[Tensor, Tensor](), False
+        self._before, self._unit = dict[Tensor, Mark | None](), PLAIN
+        self._uncleared, self._used_before = set[Tensor](), set[Tensor]()
+        self._backwards, self._at = 0, dict[torch.optim.Optimizer, int]()
+        self._divided = set[torch.optim.Optimizer]()
         """Whose gradients were divided by the loss scale since the scaler's last update."""
         self._scales, self._plain_at, self._plain = False, ("", 0), ""
-        self._lives = weakref.WeakKeyDictionary[Any, Life]()
+        self._lives = dict[Any, Life]()
         self._last = dict[tuple[str, Place], Life]()
-        self._schedules = weakref.WeakKeyDictionary[Any, Schedule]()
+        self._schedules = dict[Any, Schedule]()
 
     # Things.
 
@@ -152,13 +153,8 @@ class Owners:
                 cure = Cure("advice", f"make the {life.kind} once, before the loop")
                 self._ledger.report(life.kind, life.made, "update", f"{text} from nothing each time", cure, 2,
                                     "prepare")  # fmt: skip
-        life.steps, life.first, life.stateful = life.steps + 1, first, True
+        life.steps, life.first, life.version = life.steps + 1, first, first._version
         self._last[key] = life
-
-    def _after_use(self, thing: Any, stateful: bool) -> None:
-        life = self._lives.get(thing)
-        if life is not None and life.first is not None:
-            life.version, life.stateful = life.first._version, stateful
 
     def on_schedule(self, schedule: Any) -> None:
         """Record the rates that a schedule has set."""
@@ -188,7 +184,7 @@ class Owners:
         """Record what a scaler returned: a loss that carries the scale."""
         for t in tensors_in(outputs):
             if t.grad_fn is not None:
-                self._scales, t.grad_fn.metadata["halfstep.scaled"] = True, True
+                self._scales, cast(Any, t.grad_fn).metadata[_SCALED] = True, True
 
     def before_backward(
         self, roots: Sequence[Tensor], weighted: bool, parameters: Sequence[Tensor], scale: float
@@ -196,7 +192,7 @@ class Owners:
         """Record what a backward will add to; `weighted`: whether it was given what to begin with."""
         self._before = before = {p: mark_of(p.grad) for p in parameters}
         used = (p for p, mark in before.items() if mark is not None and self._spent.get(p) == mark)
-        self.stale |= {p for p in used if p.grad is not None and bool(p.grad.any())}
+        self._uncleared = {p for p in used if p.grad is not None and bool(p.grad.any())}
         self._find_left(before)
         self._unit = PLAIN
         if weighted or self._scales:
@@ -212,6 +208,7 @@ class Owners:
             if mark is None or mark == old:
                 continue
             self._reached_now.add(p)
+            self.stale |= {p} & self._uncleared
             if old is None:
                 self._held[p] = Held(mark, {self._unit})
             elif held is not None and held.mark == old:
@@ -280,7 +277,7 @@ class Owners:
     def after_unscaling(self, optimizer: torch.optim.Optimizer) -> None:
         """Record that gradients are divided by the loss scale."""
         self._held |= {
-            p: Held(mark_of(p.grad), {PLAIN}) for p in parameters_of(optimizer) if p.grad is not None
+            p: Held(mark_of(p.grad), set()) for p in parameters_of(optimizer) if p.grad is not None
         }
         self._spent |= {p: mark_of(p.grad) for p in self._used_before}
 
@@ -288,11 +285,12 @@ class Owners:
         """Record that a scaler's round is over."""
         self._divided.clear()
 
-    def on_skipped(self, optimizer: torch.optim.Optimizer) -> None:
-        """Record the gradients that a skipped step leaves."""
+    def on_skipped(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Record the gradients that a skipped step leaves; return whether an update was made by them before."""
         left = [p for p in parameters_of(optimizer) if p.grad is not None]
         amaxes = zip(left, read_amaxes([p.grad for p in left if p.grad is not None]))
         self._left = {p: mark_of(p.grad) for p, amax in amaxes if not math.isfinite(amax)}
+        return self._at.get(optimizer) == self._backwards
 
     # Updates.
 
@@ -302,7 +300,6 @@ class Owners:
         """Record a step of a scaler, as it begins."""
         self.before_unscaling(optimizer, scale)
         self._on_used(scaler, optimizer, lost=True)
-        self._after_use(scaler, stateful=True)
 
     def on_update(
         self, optimizer: torch.optim.Optimizer, by_scaler: bool, scale: Callable[[], float]
@@ -334,9 +331,13 @@ class Owners:
         self._at[optimizer] = self._backwards
         self._spent |= {p: mark_of(p.grad) for p in updated if p.grad is not None}
         self.stale -= {*updated}
+        for life in self._last.values():  # of the scaler too
+            if life.first is not None and any(life.first is p for p in updated):
+                life.version = life.first._version
         life = self._lives.get(optimizer)
-        state = optimizer.state.get(life.first, {}) if life is not None and life.first is not None else {}
-        self._after_use(optimizer, any(isinstance(x, Tensor) and x.dim() > 0 for x in state.values()))
+        if life is not None and life.first is not None:
+            state = optimizer.state.get(life.first, {}).values()
+            life.stateful = any(isinstance(x, Tensor) and x.dim() > 0 for x in state)
 
     def on_step(
         self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], place: Place
@@ -353,8 +354,12 @@ class Owners:
         if not free or not owned:
             return
         starved = [p for p in owned if self._starved[p] >= _OFTEN]
-        names = f"{self._name_of(free[0])}{f' and {len(free) - 1} others' if len(free) > 1 else ''}"
-        if len(starved) == len(owned) or any(_is_alone(p) for p in starved if p not in everyone):
+        strange = [p for p in starved if p not in everyone]
+        alone = bool(strange) and not self._suspected and any(map(_is_alone, strange))
+        self._suspected |= bool(strange)  # to ask who holds a tensor takes long
+        more = f" and {len(free) - 1} more" if len(free) > 1 else ""
+        names = f"{self._name_of(free[0])}{more}"
+        if len(starved) == len(owned) or alone:
             self._note_unowned(names, optimizers, starved)
         elif not any(self._reached[p] for p in owned):
             self._find_still(free, names, place)

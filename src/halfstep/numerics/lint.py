@@ -338,7 +338,9 @@ def _find_still(node: Node, weights: Mapping[int, Any]) -> _Problem:
     outside = [t for t, maker in sources if maker is None and (t.dtype, t.shape) == (out.dtype, out.shape)]
     old = [t for t in outside if not writes or t is first or key_of(t) == key_of(out)]
     old = [first if writes else t for t in old if t.data_ptr() not in weights]
-    sums = node.base in ("add", "add_") and out.numel() == 1 and len(sources) > 1
+    given = [id(t) for t, parent in zip(node.tensors(), node.parents) if parent is None]
+    plain = node.base in ("add", "add_") and any(id(t) in given for t in old)
+    sums = plain and out.numel() == 1 and len(sources) > 1
     follows = any(maker is not None or t.data_ptr() in weights for t, maker in sources)
     blend = old and (sums or follows)
     wide = rerun_wider(node, {key_of(out): old[0]} if writes else {}) if blend else None
