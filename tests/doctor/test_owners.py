@@ -5,8 +5,8 @@ Who scales, steps and owns the gradients; what a schedule, a loss or a value in 
 
 import pytest
 
-from tests.doctor.zoo import Script
 from tests.doctor.test_zoo import examine
+from tests.doctor.zoo import Script
 
 BEGIN = """
 import copy
@@ -92,14 +92,15 @@ for i in range(STEPS):
 
 #: name, script, what to put in for a fault and its twin, words of the verdict.
 CASES = {
-    "a loss beside the scaled one": (SCALED, "# BACKWARD", "aux.backward()  # HERE", "scaler.scale(aux).backward()",
-        ("not scaled", "scaler.scale(aux).backward()")),
+    "a loss beside the scaled one": (SCALED, "# BACKWARD", "aux.backward()  # HERE",
+        "scaler.scale(aux).backward()", ("not scaled", "scaler.scale(aux).backward()")),
     "a loss added once it is unscaled": (SCALED, "# BACKWARD", "aux.backward()  # HERE",
         "scaler.unscale_(opt); aux.backward()", ("not scaled",)),
     "a step beside the scaler's": (SCALED, "# BACKWARD", "opt.step()  # HERE", "pass",
         ("optimizer.step() updates by gradients that still carry the loss scale, 64",)),
-    "a scaler in the loop": (SCALED, "# FIRST", 'scaler = torch.amp.GradScaler("cpu", init_scale=64.0)  # HERE',
-        "pass", ("GradScaler is made anew",)),
+    "a scaler in the loop": (SCALED, "# FIRST",
+        'scaler = torch.amp.GradScaler("cpu", init_scale=64.0)  # HERE', "pass",
+        ("GradScaler is made anew",)),
     "what a skipped step left": (SKIPPED, "# CLEAR", "if scaler.get_scale() >= before: opt.zero_grad()",
         "opt.zero_grad()", ("still holds what the skipped step",)),
     "a second step": (PLAIN, "# LAST", "opt.step()  # HERE", "pass", ("stepped twice",)),

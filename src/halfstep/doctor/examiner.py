@@ -192,7 +192,7 @@ class Examiner:
         self.investigation = Investigation(self._copies, self._steps)
         self._before: list[Tensor] = []
         self._updated = weakref.WeakSet[torch.optim.Optimizer]()
-        self.owners = Owners(self.ledger, self.participants.name_of)
+        self.owners = Owners(self.ledger, self.participants.name_of, self.participants.scale)
         self._parameters: list[Tensor] | None = None
 
     @property
@@ -311,7 +311,7 @@ class Examiner:
         """Record gradients before a backward; `weighted`: whether it is given what to begin with."""
         if self._parameters is None:
             self._parameters = self.participants.parts.parameters()
-        self.owners.before_backward(roots, weighted, self._parameters, self.participants.scale())
+        self.owners.before_backward(roots, weighted, self._parameters)
 
     def on_targets(self, loss: str, targets: Tensor) -> None:
         """Note targets that this loss is not made for."""
@@ -344,7 +344,7 @@ class Examiner:
         now.options = options_of_groups(optimizer)
         updated = parameters_of(optimizer)
         if not searches:
-            now.again = self.owners.on_update(optimizer, by_scaler, self.participants.scale)
+            now.again = self.owners.on_update(optimizer, by_scaler)
         stale = (p for p in updated if p in self.owners.stale and p.grad is not None)
         now.stale = now.stale or next((self.participants.name_of(p) for p in stale), "")
         self.on_gradients(updated)

@@ -173,7 +173,7 @@ class Hooks:
     def _on_unscale(self, unscale: Callable[..., None], scaler: Any, optimizer: Any) -> None:
         owners, live = self._examiner.owners, scaler.is_enabled()
         if live:
-            self._report(owners.before_unscaling, optimizer, self._examiner.participants.scale)
+            self._report(owners.before_unscaling, optimizer)
         unscale(scaler, optimizer)
         if live:
             self._report(owners.after_unscaling, optimizer)
@@ -213,8 +213,7 @@ class Hooks:
         self._updated = False
         self._report(self._examiner.on_stepping, optimizer)
         if self._depth == 1 and scaler.is_enabled():
-            scale = self._examiner.participants.scale
-            self._report(self._examiner.owners.on_scaler_step, scaler, optimizer, scale)
+            self._report(self._examiner.owners.on_scaler_step, scaler, optimizer)
         try:
             result = step(scaler, optimizer, *args, **kwargs)
         finally:

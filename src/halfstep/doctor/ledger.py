@@ -85,7 +85,8 @@ class Note:
     largest. `nonfinite`: whose gradients are not finite as a step begins that may be skipped. `read`: whether
     the script read a value that was not finite, and did not go backward from it since. `stale`: a
     parameter whose gradient is in part that of the step before; `flushed`: second moments that became zero;
-    `again`: whether it is the second update by the same gradients; `scalars`: parameters of one value.
+    `again`: whether it is the second update by the same gradients; `scalars`: parameters of one
+    value.
     """
 
     number: int
@@ -196,7 +197,7 @@ class Ledger:
         self, op: str, where: tuple[str, int], kind: str, text: str, cure: Cure, least: int = 1,
         phase: str = "optimizer", step: int | None = None,
     ) -> None:  # fmt: skip
-        """Note a mistake of the loop in this step, or in another; the latest words of its first step count."""
+        """Note a mistake of the loop in this step, or in another; the last words of its first step count."""
         made = self.mistakes.setdefault((op, where), Mistake(phase, op, kind, where, text, cure, least))
         made.steps.add(self.now.number if step is None else step)
         made.text = text if len(made.steps) == 1 else made.text

@@ -1,8 +1,8 @@
 """Who owns the gradients and the updates: what each gradient holds, and who made what steps.
 
-Of each parameter's gradient: whether its terms carry the loss scale, how many there are, whether an update has
-used it, whether a skipped step left it. Of each optimizer, scaler and schedule: the line that made or stepped it.
-What is noted here are mistakes of the loop, which leave no value that is not finite.
+Of each gradient: whether its terms carry the loss scale, how many there are, whether an update has used it,
+whether a skipped step left it. Of each optimizer, scaler and schedule: the line that made or stepped it. By
+these the mistakes of a loop are found that leave no value that is not finite.
 """
 
 from __future__ import annotations
@@ -90,25 +90,32 @@ def where_made(thing: Any) -> Place:
 
 
 def _is_scaled(roots: Iterable[Tensor], scale: float) -> bool:
-    """Whether a loss comes of `scaler.scale(...)`, or of a product with the scale."""
+    """Whether a loss comes of `scaler.scale(...)`, or is itself a product with the scale."""
     todo = [t.grad_fn for t in roots if t.grad_fn is not None]
-    for node in todo:
-        if _SCALED in cast(Any, node).metadata:
+    first = len(todo)
+    for place, node in enumerate(todo):
+        by_hand = place <= first and node.name() == "MulBackward0" and scale in _factors(node)
+        if by_hand or _SCALED in cast(Any, node).metadata:
             return True
-        if node.name() == "MulBackward0":
-            factors = (getattr(node, name, None) for name in ("_saved_self", "_saved_other"))
-            if any(isinstance(t, Tensor) and t.numel() == 1 and float(t) == scale for t in factors):
-                return True
         if len(todo) < _NEAR:
             todo += [parent for parent, _ in node.next_functions if parent is not None]
     return False
 
 
+def _factors(node: Any) -> list[float]:
+    """Return the numbers that a product was taken with."""
+    try:
+        saved = [getattr(node, name, None) for name in ("_saved_self", "_saved_other")]
+    except RuntimeError:  # written to since, or freed
+        return []
+    return [float(t) for t in saved if isinstance(t, Tensor) and t.numel() == 1]
+
+
 class Owners:
     """Follows the gradients of a script and who updates by them; its mistakes go to the ledger."""
 
-    def __init__(self, ledger: Ledger, name_of: Callable[[Tensor], str]) -> None:
-        self._ledger, self._name_of = ledger, name_of
+    def __init__(self, ledger: Ledger, name_of: Callable[[Tensor], str], scale: Callable[[], float]) -> None:
+        self._ledger, self._name_of, self._scale = ledger, name_of, scale
         self._held = dict[Tensor, Held]()
         self._spent = dict[Tensor, Mark | None]()
         """The gradients that an update used."""
@@ -116,7 +123,7 @@ class Owners:
         """The gradients that are not finite, of a step that was skipped."""
         self.stale = set[Tensor]()
         self._reached, self._starved = Counter[Tensor](), Counter[Tensor]()
-        """In how many steps a backward reached a parameter; in how many updates in a row one had no gradient."""
+        """Steps in which a backward reached a parameter; updates in a row that found no gradient of one."""
         self._reached_now = set[Tensor]()
         self._values, self._suspected = dict[Tensor, Tensor](), False
         self._before, self._unit = dict[Tensor, Mark | None](), PLAIN
@@ -136,7 +143,7 @@ class Owners:
         self._lives[thing] = Life(type(thing).__name__, where_made(thing))
 
     def _on_used(self, thing: Any, optimizer: torch.optim.Optimizer, lost: bool) -> None:
-        """Count a step of an optimizer or scaler; its first, without what one like it had learned, is noted."""
+        """Count a step of an optimizer or scaler; note a first one that one of the same line has lost to."""
         life = self._lives.get(thing)
         first = next((p for p in parameters_of(optimizer) if p.grad is not None), None)
         if life is None or first is None:
@@ -147,12 +154,9 @@ class Owners:
             if same and before.stateful and before.steps <= _SHORT:
                 what = "its moments" if isinstance(thing, torch.optim.Optimizer) else "its loss scale"
                 text = f"{life.kind} is made anew over the same parameters after {before.steps} "
-                text += (
-                    f"step{'s' * (before.steps != 1)}, again and again: {what} begin{'s' * ('scale' in what)}"
-                )
+                text += f"step{'s' * (before.steps != 1)}, again and again, and loses {what} each time"
                 cure = Cure("advice", f"make the {life.kind} once, before the loop")
-                self._ledger.report(life.kind, life.made, "update", f"{text} from nothing each time", cure, 2,
-                                    "prepare")  # fmt: skip
+                self._ledger.report(life.kind, life.made, "update", text, cure, 2, "prepare")
         life.steps, life.first, life.version = life.steps + 1, first, first._version
         self._last[key] = life
 
@@ -174,9 +178,8 @@ class Owners:
                 text += f"{entry.rates[-1]:.3g} in {len(entry.rates) - 1} steps: nothing is learned by then"
                 cure = Cure("advice", "step the schedule once for each epoch, or count its steps in batches",
                             "scheduler.step()  # after the loop over batches")  # fmt: skip
-                self._ledger.report(
-                    "scheduler.step", entry.where, "learning rate", text, cure, step=fallen[0]
-                )
+                where, kind = entry.where, "learning rate"
+                self._ledger.report("scheduler.step", where, kind, text, cure, step=fallen[0])
 
     # Gradients.
 
@@ -186,9 +189,7 @@ class Owners:
             if t.grad_fn is not None:
                 self._scales, cast(Any, t.grad_fn).metadata[_SCALED] = True, True
 
-    def before_backward(
-        self, roots: Sequence[Tensor], weighted: bool, parameters: Sequence[Tensor], scale: float
-    ) -> None:
+    def before_backward(self, roots: Sequence[Tensor], weighted: bool, parameters: Sequence[Tensor]) -> None:
         """Record what a backward will add to; `weighted`: whether it was given what to begin with."""
         self._before = before = {p: mark_of(p.grad) for p in parameters}
         used = (p for p, mark in before.items() if mark is not None and self._spent.get(p) == mark)
@@ -196,7 +197,7 @@ class Owners:
         self._find_left(before)
         self._unit = PLAIN
         if weighted or self._scales:
-            self._unit = UNKNOWN if weighted else SCALED if _is_scaled(roots, scale) else PLAIN
+            self._unit = UNKNOWN if weighted else SCALED if _is_scaled(roots, self._scale()) else PLAIN
         if self._unit == PLAIN and self._scales:
             self._plain_at, self._plain = call_site()[1:], next(iter(users_names(roots)), "loss")
 
@@ -222,9 +223,7 @@ class Owners:
         left = next((p for p, mark in self._left.items() if mark is not None and before.get(p) == mark), None)
         if left is not None:
             text = f"the gradient of {self._name_of(left)} still holds what the skipped step before it left, "
-            text += (
-                "which is not finite: this backward adds to it, so that this step is skipped too, and so on"
-            )
+            text += "which is not finite: this backward adds to it, and this step is skipped too, and so on"
             cure = ClearGradients(call_site()[2], text="clear the gradients after a skipped step too",
                                   code="optimizer.zero_grad()")  # fmt: skip
             self._ledger.report("backward", call_site()[1:], "accumulation", text, Cure.of(cure))
@@ -259,26 +258,25 @@ class Owners:
         known = held is not None and held.mark == mark_of(p.grad) and UNKNOWN not in held.units
         return held.units if held is not None and known else set()
 
-    def before_unscaling(self, optimizer: torch.optim.Optimizer, scale: Callable[[], float]) -> None:
-        """Look, as a scaler divides an optimizer's gradients or takes them as divided, whether all are scaled."""
+    def before_unscaling(self, optimizer: torch.optim.Optimizer) -> None:
+        """Look whether all gradients of an optimizer are scaled, as a scaler divides them."""
         learning = [p for p in parameters_of(optimizer) if p.grad is not None]
         self._used_before = {p for p in learning if self._spent.get(p) == mark_of(p.grad)}
         if optimizer in self._divided or not self._scales:
             return
         self._divided.add(optimizer)
         plain = next((p for p in learning if PLAIN in self._units(p)), None)
-        if plain is not None and scale() != 1.0:
+        if plain is not None and self._scale() != 1.0:
             text = "the loss of this backward is not scaled, and the scaler divides its gradients (as of "
-            text += f"{self._name_of(plain)}) by the loss scale, {scale():g}, all the same"
+            text += f"{self._name_of(plain)}) by the loss scale, {self._scale():g}, all the same"
             cure = Cure("advice", "scale each loss that is passed on to what the scaler steps",
                         f"scaler.scale({self._plain}).backward()")  # fmt: skip
             self._ledger.report("backward", self._plain_at, "loss scale", text, cure, 2)
 
     def after_unscaling(self, optimizer: torch.optim.Optimizer) -> None:
         """Record that gradients are divided by the loss scale."""
-        self._held |= {
-            p: Held(mark_of(p.grad), set()) for p in parameters_of(optimizer) if p.grad is not None
-        }
+        learning = (p for p in parameters_of(optimizer) if p.grad is not None)
+        self._held |= {p: Held(mark_of(p.grad), set()) for p in learning}
         self._spent |= {p: mark_of(p.grad) for p in self._used_before}
 
     def on_scaler_updated(self) -> None:
@@ -286,7 +284,7 @@ class Owners:
         self._divided.clear()
 
     def on_skipped(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Record the gradients that a skipped step leaves; return whether an update was made by them before."""
+        """Record the gradients that a skipped step leaves; return whether an update by them came before."""
         left = [p for p in parameters_of(optimizer) if p.grad is not None]
         amaxes = zip(left, read_amaxes([p.grad for p in left if p.grad is not None]))
         self._left = {p: mark_of(p.grad) for p, amax in amaxes if not math.isfinite(amax)}
@@ -294,16 +292,12 @@ class Owners:
 
     # Updates.
 
-    def on_scaler_step(
-        self, scaler: Any, optimizer: torch.optim.Optimizer, scale: Callable[[], float]
-    ) -> None:
+    def on_scaler_step(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
         """Record a step of a scaler, as it begins."""
-        self.before_unscaling(optimizer, scale)
+        self.before_unscaling(optimizer)
         self._on_used(scaler, optimizer, lost=True)
 
-    def on_update(
-        self, optimizer: torch.optim.Optimizer, by_scaler: bool, scale: Callable[[], float]
-    ) -> bool:
+    def on_update(self, optimizer: torch.optim.Optimizer, by_scaler: bool) -> bool:
         """Record an update as it begins; return whether it is the second by the same gradients."""
         updated = parameters_of(optimizer)
         learning = [p for p in updated if p.grad is not None]
@@ -311,9 +305,11 @@ class Owners:
         again = bool(learning) and same and self._at.get(optimizer) == self._backwards
         place = call_site()[1:]
         scaled = next((p for p in learning if SCALED in self._units(p)), None)
-        if scaled is not None and not by_scaler and not again and scale() != 1.0:
-            text = f"optimizer.step() updates by gradients that still carry the loss scale, {scale():g} (as that "
-            text += f"of {self._name_of(scaled)})"
+        if scaled is not None and not by_scaler and not again and self._scale() != 1.0:
+            text = (
+                f"optimizer.step() updates by gradients that still carry the loss scale, {self._scale():g} "
+            )
+            text += f"(as that of {self._name_of(scaled)})"
             cure = Cure("advice", "let the scaler step the optimizer, and nobody else",
                         "scaler.step(optimizer)  # in place of optimizer.step()")  # fmt: skip
             self._ledger.report("optimizer.step", place, "update", text, cure, 2)
@@ -321,7 +317,9 @@ class Owners:
             text = "the optimizer is stepped twice by the gradients of one backward"
             self._ledger.report("step", place, "update", text, Cure("advice", "step it once"), _OFTEN)
         for p in updated:
-            self._starved[p] = self._starved[p] + 1 if mark_of(p.grad) in (None, self._spent.get(p)) else 0
+            held, mark = self._held.get(p), mark_of(p.grad)
+            cleared = held is not None and held.mark == mark and held.terms == 0
+            self._starved[p] = self._starved[p] + 1 if cleared or mark in (None, self._spent.get(p)) else 0
         self._on_used(optimizer, optimizer, lost=not optimizer.state)
         return again
 
@@ -369,10 +367,8 @@ class Owners:
     ) -> None:
         owner = next(o for o in optimizers if any(p is starved[0] for p in parameters_of(o)))
         life = self._lives.get(owner) or Life(type(owner).__name__, ("", 0))
-        text = (
-            f"{life.kind} was made before the model was what it is: {names} of the model get gradients and "
-        )
-        text += f"are in no optimizer, and {len(starved)} of what it holds get none and are in no model"
+        text = f"{life.kind} was made before the model was what it is: {names} of the model get gradients "
+        text += f"and are in no optimizer, and {len(starved)} of what it holds get none"
         code = "optimizer.add_param_group({'params': new.parameters()})"
         cure = Cure("advice", "make the optimizer after the last change of the model", code)
         self._ledger.report(life.kind, life.made, "update", text, cure, phase="prepare")
@@ -382,8 +378,8 @@ class Owners:
         if not self._values:
             self._values = {p: p.detach().clone() for p in free[:4]}
         elif all(torch.equal(p, value) for p, value in self._values.items()):
-            text = "the optimizer updates tensors that are none of the model's parameters, and the model's, which "
-            text += f"get the gradients ({names}), never change: the masters are not copied back"
+            text = "the optimizer updates tensors that are none of the model's parameters, and the model's, "
+            text += f"which get the gradients ({names}), never change: the masters are not copied back"
             cure = Cure("advice", "copy the masters into the model after each step, under torch.no_grad()",
                         "p.copy_(master)")  # fmt: skip
             self._ledger.report("step", place, "update", text, cure, _OFTEN)

@@ -352,8 +352,8 @@ def _find_still(node: Node, weights: Mapping[int, Any]) -> _Problem:
     lost, meant = int((moved & (out == old[0])).sum()), int(moved.sum())
     if sums and 0 < float(change.abs()) < _COARSE * spacing:
         name = dtype_name(out.dtype)
-        text = f"a sum of {float(old[0]):.4g} in {name} is given {float(change):.3g} more, and the steps of {name} "
-        text += f"are {spacing:.2g} there: it rounds what it is given, and stands still in the end"
+        text = f"a sum of {float(old[0]):.4g} in {name} is given {float(change):.3g} more, and the steps of "
+        text += f"{name} are {spacing:.2g} there: it rounds what it is given, and stands still in the end"
         yield "sum", text, "keep this sum in fp32"
     elif follows and meant and lost >= _STUCK * meant:
         yield _still(node.base, lost / meant, out)
