@@ -285,7 +285,8 @@ class Examiner:
         if self.active_request is not None and self.active_request.taped == self.done and self.taping is None:
             parts = self.participants.parts
             self._lint = LintProbe(parts.session, parts.models)
-            self.taping = Taping(parts, observers=[self._lint.observe])
+            first = self.done not in LATER
+            self.taping = Taping(parts, underflow=first, observers=[self._lint.observe])
 
     def on_inputs(self, names: dict[str, Tensor]) -> None:
         """Record the inputs of a model."""
@@ -344,7 +345,7 @@ class Examiner:
         now.options = options_of_groups(optimizer)
         updated = parameters_of(optimizer)
         if not searches:
-            now.again = self.owners.on_update(optimizer, by_scaler)
+            now.again = self.owners.on_update(optimizer, by_scaler, now.where)
         stale = (p for p in updated if p in self.owners.stale and p.grad is not None)
         now.stale = now.stale or next((self.participants.name_of(p) for p in stale), "")
         self.on_gradients(updated)
@@ -536,6 +537,7 @@ class Examiner:
         taping.tape.batch = f"batch {self.ledger.now.number + 1}"
         trace = taping.end(self.participants.parts, error, dropped=dropped)
         self.rerun_result.counts = trace.rows()
+        self.rerun_result.low = self._lint.low
         self.rerun_result.lint = list(dict.fromkeys(self._lint.list_findings()))
         if trace.bad is not None:
             trace.bad.step = self.ledger.now.number

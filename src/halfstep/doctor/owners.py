@@ -297,13 +297,12 @@ class Owners:
         self.before_unscaling(optimizer)
         self._on_used(scaler, optimizer, lost=True)
 
-    def on_update(self, optimizer: torch.optim.Optimizer, by_scaler: bool) -> bool:
+    def on_update(self, optimizer: torch.optim.Optimizer, by_scaler: bool, place: Place) -> bool:
         """Record an update as it begins; return whether it is the second by the same gradients."""
         updated = parameters_of(optimizer)
         learning = [p for p in updated if p.grad is not None]
         same = all(self._spent.get(p) == mark_of(p.grad) for p in learning)
         again = bool(learning) and same and self._at.get(optimizer) == self._backwards
-        place = call_site()[1:]
         scaled = next((p for p in learning if SCALED in self._units(p)), None)
         if scaled is not None and not by_scaler and not again and self._scale() != 1.0:
             text = (

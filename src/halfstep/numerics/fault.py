@@ -228,7 +228,7 @@ class RerunResult:
     `applied`: whether the cure was put in place and met what it changes; `falls`: whether the loss scale goes
     down by itself; `recovers`: whether all that was bad is one skipped update, before others that were made.
     `faults`: what the tape showed; of a run that was cured from its start, all faults. `steps`: how many were
-    run with the cure. `error`: what the script raised, in words.
+    run with the cure. `error`: what the script raised, in words. `low`: whether an op gave values in 16 bits.
     """
 
     faults: list[Fault] = field(default_factory=list[Fault])
@@ -240,6 +240,7 @@ class RerunResult:
     recovers: bool = False
     steps: int = 1
     error: str = ""
+    low: bool = False
 
 
 class Rerun(Protocol):
@@ -385,11 +386,15 @@ class Investigation:
     def rerun(self, suspect: SuspectStep) -> None:
         """Tape a step and try the cures of its fault."""
         later = not suspect.bad and suspect.index in LATER
+        if later and not self.rerun_result.low:
+            return
         enough = self._reruns[suspect.bad] >= (_TRACES if suspect.bad else _GLANCES) and not later
         faults = [fault for fault in self.rerun_result.faults if not fault.of_the_scale]
         if enough or (suspect.bad and len(faults) >= _FAULTS):
             return
         rerun_result = self._rerun.run(RerunRequest(suspect.index, taped=suspect.index))
+        if rerun_result is not None:
+            self.rerun_result.low |= rerun_result.low
         if later:
             found = [] if rerun_result is None else rerun_result.lint
             self.rerun_result.lint = list(dict.fromkeys([*self.rerun_result.lint, *found]))

@@ -134,6 +134,8 @@ class LintProbe:
         self.findings: list[Finding] = []
         self._session = session
         self.uses = _WeightUses(models)
+        self.low = False
+        """Whether an op gave values in 16 bits."""
         self._uncast: str | None = None
         """Where the first op ran in fp32 that a session runs in 16 bits; None where one ran in these."""
         self._low = set[str]()
@@ -151,6 +153,7 @@ class LintProbe:
     def observe(self, node: Node, finite: bool) -> None:
         """Check one op as it ran."""
         self.uses.observe(node)
+        self.low = self.low or any(t.dtype in LOW_DTYPES for t in node.outs)
         if node.func.is_view or node.phase not in ("forward", "recompute"):
             return
         if self._uncast is not None and any(t.dtype in LOW_DTYPES for t in node.outs):
