@@ -127,17 +127,15 @@ CASES = {
         ("[0, 1]", "target / 2")),
 }  # fmt: skip
 STEPS = {"a schedule of epochs": 20, "micro-batches": 3, "what a skipped step left": 9}
+#: Twins for every day; of the others the healthy scripts of the zoo have as much.
+TWINS = {"a loss added once it is unscaled", "an optimizer in the loop", "a head after the optimizer"}
 
 
 def script_of(name, wrong):
     text, place, fault, twin, _ = CASES[name]
-    text = (
-        text.replace("# BEFORE", "plan = torch.optim.lr_scheduler.ExponentialLR(opt, 0.1)")
-        if (name == "a schedule of epochs")
-        else text
-    )
+    plan = "plan = torch.optim.lr_scheduler.ExponentialLR(opt, 0.1)"
     text = text.replace(place, fault if wrong else twin).replace("STEPS", str(STEPS.get(name, 6)))
-    return Script("owners", text, 0, "optimizer")
+    return Script("owners", text.replace("# BEFORE", plan if "plan" in text else ""), 0, "optimizer")
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -148,7 +146,39 @@ def test_a_mistake_of_the_loop_is_named_with_its_line(name, tmp_path, monkeypatc
     assert not [words for words in CASES[name][-1] if words not in "\n".join(document.verdict)]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in TWINS else pytest.mark.long) for name in CASES]
+)
 def test_the_same_done_rightly_is_healthy(name, tmp_path, monkeypatch):
     document = examine(script_of(name, wrong=False), tmp_path, monkeypatch)
     assert document.healthy, document.verdict
+
+
+def test_two_updates_by_one_backward_are_one_iteration(tmp_path, monkeypatch):
+    assert examine(script_of("a second step", wrong=True), tmp_path, monkeypatch).steps == 6
+    assert examine(script_of("an optimizer in the loop", wrong=True), tmp_path, monkeypatch).steps == 6
+
+
+#: What a value is begun with and how it is changed; in bf16 and in fp32.
+KEPT = {
+    "by copy_": ("kept = [p.detach().to(KIND) for p in net.parameters()]",
+        "[k.copy_(0.999 * k + 0.001 * p.detach().to(KIND)) for k, p in zip(kept, net.parameters())]"),
+    "by rebinding": ("kept = {n: p.detach().to(KIND) for n, p in net.named_parameters()}",
+        "kept = {n: (0.999 * kept[n] + 0.001 * p.detach()).to(KIND) for n, p in net.named_parameters()}"),
+    "by AveragedModel": (
+        "from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn\n"
+        "kept = AveragedModel(net, avg_fn=get_ema_avg_fn(0.999)).to(KIND)", "kept.update_parameters(net)"),
+    "a sum": ("kept = torch.zeros((), dtype=KIND)", "kept += loss.detach().to(KIND)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", pytest.param("float32", marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", KEPT)
+def test_what_is_kept_in_16_bits_and_stands_still_is_found_by_its_value(name, kind, tmp_path, monkeypatch):
+    first, last = (text.replace("KIND", f"torch.{kind}") for text in KEPT[name])
+    text = PLAIN.replace("# BEFORE", first).replace("# LAST", f"{last}  # HERE")
+    script = Script("owners", text.replace("STEPS", "42" if name == "a sum" else "5"), steps=0)
+    document = examine(script, tmp_path, monkeypatch)
+    lint = [(f.rule, f.where) for f in document.lint]
+    rule = "sum" if name == "a sum" else "average"
+    assert lint == ([] if kind == "float32" else [(rule, f"owners.py:{script.line}")])

@@ -246,7 +246,7 @@ def _examine(order: Order, label: str) -> Document:
         investigation.rerun_result.counts,
         [] if rerun.interrupted else investigation.notes,
     )
-    document.lint = list(dict.fromkeys(investigation.rerun_result.lint))
+    document.lint = list({(f.rule, f.where): f for f in investigation.rerun_result.lint}.values())
     if document.steps == 0 and rerun.interrupted:
         raise KeyboardInterrupt
     if document.steps == 0 and not document.bad:
