@@ -115,7 +115,7 @@ CASES = {
         "p.copy_(master)", ("masters are not copied back",)),
     "micro-batches": (MASTERS.replace("# BACKWARD", "# HERE"), "MICRO", "80", "20",
         ("80 micro-batches", "bf16")),
-    "a schedule of epochs": (PLAIN, "# LAST", "plan.step()  # HERE", "if i % 10 == 9: plan.step()",
+    "a schedule of epochs": (PLAIN, "# LAST", "plan.step()  # HERE", "if i % 5 == 4: plan.step()",
         ("ExponentialLR is stepped after each batch", "from 0.01")),
     "targets of a mixup": (PLAIN.replace("Linear(16, 1)", "Linear(16, 4)").replace(
         "F.mse_loss(net(x), x[:, :1])", "F.cross_entropy(net(x), soft)  # HERE"), "x = torch",
@@ -133,7 +133,7 @@ TWINS = {"a loss added once it is unscaled", "an optimizer in the loop", "a head
 
 def script_of(name, wrong):
     text, place, fault, twin, _ = CASES[name]
-    plan = "plan = torch.optim.lr_scheduler.ExponentialLR(opt, 0.1)"
+    plan = "plan = torch.optim.lr_scheduler.ExponentialLR(opt, 1e-3)"
     text = text.replace(place, fault if wrong else twin).replace("STEPS", str(STEPS.get(name, 6)))
     return Script("owners", text.replace("# BEFORE", plan if "plan" in text else ""), 0, "optimizer")
 

@@ -205,10 +205,6 @@ class Ledger:
     def close(self, owner: object) -> Note:
         """End the step that `owner` (an optimizer, as a rule) made."""
         self.number(owner)
-        if self.now.again:
-            self.notes.append(self.now)
-            self.now = Note(self._iteration + 1)
-            return self.notes[-1]
         self._iteration = self.now.number
         self._round = {id(owner)} if id(owner) in self._round else self._round | {id(owner)}
         self._next[self._last], self._last = id(owner), id(owner)
