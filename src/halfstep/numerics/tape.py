@@ -72,7 +72,7 @@ _KERNEL_NAMES = {
 
 #: Calls by which a script reads a value, as before it decides whether to go on with a step.
 _TESTS = ("isfinite", "isnan", "isinf")
-_COMPARISONS = ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__")
+_COMPARISONS = tuple(way for name in ("eq", "ne", "lt", "le", "gt", "ge") for way in (name, f"__{name}__"))
 READS = ("item", "__float__", "tolist", "numpy", "__array__", *_TESTS, *_COMPARISONS)
 
 
@@ -221,6 +221,10 @@ def is_finite(t: Tensor) -> bool:
     if not (t.is_floating_point() or t.is_complex()) or t.numel() == 0 or t.is_meta:
         return True
     return math.isfinite(amax(t).item())
+
+
+#: Functions between a call that reads and the tape.
+_RELAYS = ("<genexpr>", "note_read", "on_call", "__torch_function__", "_on_read", "call_instead")
 
 
 def reads_nonfinite(call: str, args: Any) -> bool:
@@ -483,7 +487,10 @@ class Tape(TorchDispatchMode):
         return False
 
     def note_read(self, value: Tensor) -> None:
-        """Note a value that is not finite and that the script reads, as its guards do."""
+        """Note a value that is not finite and that the script reads, as its guards do; not what we read."""
+        reader = next(f.f_code.co_filename for f in _stack() if f.f_code.co_name not in _RELAYS)
+        if reader.startswith(_HERE) and not is_users(reader):
+            return
         with disable_current_modes():
             origins, _ = self._bad.get(_storage(value), (frozenset[int](), value))
             if not origins:  # no op made it: it came so
