@@ -2,7 +2,6 @@
 
 import contextlib
 import gc
-import io
 import os
 import random
 import shutil
@@ -168,7 +167,7 @@ def tree(root):
 
 
 def overwrite(path):
-    with io.open(path, "r+b") as file:
+    with open(path, "r+b") as file:
         file.write(b"!")
 
 

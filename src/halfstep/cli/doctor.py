@@ -113,7 +113,7 @@ def _file_of(name: str) -> Path:
     found = (root / file for root in map(Path, ["", *sys.path]) for file in files if (root / file).is_file())
     if (file := next(found, None)) is None:
         raise ConfigError(
-            f"-m {name}: no {files[0]} or {files[1]} here or on sys.path; expected a module as python -m takes it"
+            f"-m {name}: no {files[0]} or {files[1]} here or on sys.path; expected a module, as for python -m"
         )
     return file
 

@@ -25,7 +25,7 @@ import struct
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import ExitStack
 from functools import partial
 from importlib import import_module
@@ -77,7 +77,7 @@ def _below(path: Any, folder: int = -1) -> Any:
 
 
 @contextlib.contextmanager
-def _listening(listener: Callable[[str], None]) -> Iterator[None]:
+def _listening(listener: Callable[[str], None]) -> Generator[None]:
     """Have a function called with each path that is about to be changed."""
     global _hooked, _listener
     if not _hooked:
@@ -175,7 +175,7 @@ class Layer:
         own, found = _under(self._own, full), self.find(full)
         if os.path.isdir(self.find(os.path.dirname(full))):
             os.makedirs(os.path.dirname(own), exist_ok=True)
-        if found != own and content and os.path.isdir(found):
+        if found != own and os.path.isdir(found):
             os.makedirs(own, exist_ok=True)
             for name in self._entries(os.listdir, full):
                 self._claim(os.path.join(full, name))
@@ -251,7 +251,7 @@ class Layer:
         old, new = self._ours(source), self._ours(target)
         result = call(
             source if old is None else self._claim(old),
-            target if new is None else self._claim(new, content=os.path.isdir(self.find(new))),
+            target if new is None else self._claim(new, content=False),
             **options,
         )
         self._gone |= {old or ""}

@@ -159,8 +159,8 @@ def examine_script(
 
     `forked`: runs are copies of this process (see `process.can_copy`), which saves loading torch once more.
     `label`: what errors call it, in place of its path. `diff`, `plan`: write the cures that work into the
-    script, or as a plan, and examine the script with these too. `module`: the name by which `python -m` starts
-    the script.
+    script, or as a plan, and examine the script with these too. `module`: the name by which `python -m`
+    starts the script.
 
     Over ranks every rank calls it, runs its own process of the script, and gets the findings of all as one.
 

@@ -223,6 +223,8 @@ def is_finite(t: Tensor) -> bool:
     return math.isfinite(amax(t).item())
 
 
+#: What an error says that values raised which are not finite.
+_OF_VALUES = re.compile(r"\b(nan|inf|infinite|infinity|finite|nonfinite)\b", re.IGNORECASE)
 #: Functions between a call that reads and the tape.
 _RELAYS = ("<genexpr>", "note_read", "on_call", "__torch_function__", "_on_read", "call_instead")
 
@@ -503,9 +505,11 @@ class Tape(TorchDispatchMode):
             if not all(i in self.candidates and self.candidates[i].intended for i in origins):
                 self.reads.append(End("loss", "loss", origins))
 
-    def end_with_reads(self) -> None:
-        """Take what was read for the ends of a step that has no other."""
-        self.ends = self.ends or self.reads
+    def end_early(self, error: BaseException | None) -> None:
+        """Take what was read for the ends of a step that has no other; else what the error is about."""
+        about = _OF_VALUES.search(str(error)) if error is not None else None
+        origins = frozenset(i for i, node in self.candidates.items() if not node.intended and about)
+        self.ends = self.ends or self.reads or ([End("loss", "loss", origins)] if origins else [])
         for index in {i for end in self.ends for i in end.origins}:
             self.candidates.setdefault(index, self.nodes[index])
 
