@@ -201,9 +201,9 @@ class Layer:
             return call(self.find(full), mode, *args, **options)
         if "x" in mode and os.path.lexists(self.find(full)):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), file)
-        opened = call(self._claim(full, "w" not in mode), mode, *args, **options)
+        stream = call(self._claim(full, "w" not in mode), mode, *args, **options)
         self._appears(full)
-        return opened
+        return stream
 
     def _open_number(
         self, call: Callable[..., int], path: Any, flags: int, *args: Any, **options: Any
@@ -406,7 +406,7 @@ def detach_open_files(folder: str) -> None:
             os.close(own)
     _detach_mappings()
     for thing in gc.get_objects():
-        if isinstance(thing, sqlite3.Connection):  # else it keeps a journal beside the user's file
+        if issubclass(type(thing), sqlite3.Connection):  # else it keeps a journal beside the user's file
             with contextlib.suppress(sqlite3.Error):
                 thing.execute("pragma journal_mode = memory")
 

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from halfstep.distributed import gather, rank, world_size
 from halfstep.doctor.document import INTERRUPT, Document, keep_latest
-from halfstep.doctor.edit import as_diff, mend_script, write_plan
+from halfstep.doctor.edit import as_diff, mend_script, write_codes, write_plan
 from halfstep.doctor.files import MUTED
 from halfstep.doctor.in_script import run_order
 from halfstep.doctor.ledger import Ledger, all_faults, beside, smaller_data
@@ -192,6 +192,7 @@ def _examine_and_mend(
     path = Path(order.script)
     document = _examine(order, label or order.script)
     document.lint = [*dict.fromkeys(findings), *document.lint]
+    write_codes(text, path, document.bad)
     attempt = partial(_examine_text, order, document)
     try:
         if document.ended_by == INTERRUPT:
