@@ -419,6 +419,79 @@ class Averaging(torch.optim.SGD):
             p.copy_(mean), mean.copy_(p.clone())
 
 
+class Particular(Plain):
+    """It counts in a tensor of its group, averages in bf16 and starts from a copy of each weight."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr)
+        if len({group["lr"] for group in self.param_groups}) > 1:
+            raise ValueError("one learning rate for all groups")
+        for group in self.param_groups:
+            group["count"] = torch.zeros(())
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["count"] += 1
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    start = state.setdefault("start", p.clone())
+                    mean = state.setdefault("mean", torch.zeros_like(p, dtype=BF16))
+                    mean.lerp_(p.grad.to(BF16), 0.1)
+                    p.lerp_(start, 0.01).sub_(mean.float() / group["count"], alpha=group["lr"])
+
+
+@pytest.mark.parametrize("state_dtype", ["fp32", "bf16", "8bit"])
+def test_states_in_16_bits_copies_of_weights_and_tensors_of_groups_stay_what_they_are(state_dtype: str):
+    g = torch.Generator().manual_seed(0)
+    shapes = [(40, 30), (9, 9), (33, 20)]
+    params = [nn.Parameter(t) for t in drawn(shapes, g)]
+    wide = [nn.Parameter(p.detach().float()) for p in params]
+    mine, theirs = compact(Particular, params, state_dtype=state_dtype), Particular(wide)
+    for _ in range(4):
+        for p, q, grad in zip(params, wide, drawn(shapes, g)):
+            p.grad, q.grad = grad, grad.float()
+        mine.step()
+        theirs.step()
+    assert mine.param_groups[0]["count"] == 4
+    assert all(torch.equal(mine.master_of(p), q) for p, q in zip(params, wide))
+    assert {key: t.dtype for key, t in mine.state[params[0]].items()} == {
+        "lacking": torch.int16, "start": torch.float32, "mean": BF16,
+    }  # fmt: skip
+
+
+def test_a_tensor_that_is_the_learning_rate_stays_the_one_that_was_given():
+    lr, p = torch.tensor(0.5), nn.Parameter(torch.ones(3, 3))
+    optimizer = compact(torch.optim.NAdam, [p], lr=lr)
+    for _ in range(2):
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+    assert optimizer.param_groups[0]["lr"] is lr
+    lr.zero_()
+    before = p.detach().clone()
+    optimizer.step()
+    assert torch.equal(before, p)
+
+
+def test_a_group_s_own_options_are_those_of_the_trial():
+    """torch's Muon of vectors is refused by its own message; a package's wants a mark in every group."""
+    with pytest.raises(ValueError, match="Muon only supports 2D parameters"):
+        compact(torch.optim.Muon, [nn.Parameter(torch.ones(3))])
+    p = nn.Parameter(torch.ones(3))
+    optimizer = compact(Marked, [{"params": [p], "mark": True}])
+    p.grad = torch.ones(3)
+    optimizer.step()
+    assert torch.allclose(p, torch.full((3,), 0.9))
+
+
+class Marked(Plain):
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr)
+        if not all(group.get("mark") for group in self.param_groups):
+            raise ValueError("a group has no mark")
+
+
 def test_its_own_methods_run_on_masters():
     g = torch.Generator().manual_seed(0)
     params = [nn.Parameter(t) for t in drawn([(9, 9), (40, 30), (5,)], g)]

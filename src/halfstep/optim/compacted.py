@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -27,13 +27,10 @@ from halfstep.optim.algorithms import Algorithm, Number
 from halfstep.optim.backends.reference import factor_of
 from halfstep.optim.base import OnePassOptimizer
 from halfstep.optim.bundles import Group, Place, TensorGroup
-from halfstep.optim.trial import Kind, check_kind, run_alone
+from halfstep.optim.trial import COUNT, OURS, Kind, check_kind, run_alone
 
 BUCKET = 1 << 22
 """Elements that are widened at a time: 16 MB each for weights, gradients and every state of their shape."""
-COUNT = "roundings"
-"""The option of a group that counts its steps, for random rounding."""
-_OURS = ("params", "param_names", "master", "state_dtype", "clip_norm", "skip_nonfinite", COUNT)
 _NO_STATES = replace(algorithms.SGD, name="none of ours", code=L.NO_KERNEL)
 
 
@@ -95,11 +92,12 @@ class Compact(OnePassOptimizer):
             params = [
                 {**g, "params": _list_params(g["params"])} if isinstance(g, dict) else g for g in params
             ]
-        defaults = check_kind(kind, options, params)
-        super().__init__(params, {**defaults, COUNT: 0}, **keeping)
+        self._found = check_kind(kind, options, params)
+        super().__init__(params, {**self._found.defaults, COUNT: 0}, **keeping)
 
     def __getstate__(self) -> Group:
-        return {**super().__getstate__(), "compacts": self.compacts, "_options": self._options}
+        own = ("compacts", "_options", "_found")
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
 
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("_") and callable(getattr(self.__dict__.get("compacts"), name, None)):
@@ -161,17 +159,22 @@ class Compact(OnePassOptimizer):
         Returns whether a weight left the range of its master.
         """
         group = self.param_groups[number]
-        options = {key: value for key, value in group.items() if key not in _OURS}
+        options = {key: value for key, value in group.items() if key not in OURS}
         run = partial(run_alone, self.compacts, self._options, options, method=method, args=args)
         done = [self._run_bucket(group, bucket, run) for bucket in _buckets_of(parts)]
-        group.update(done[0][0])
+        for key, value in done[0][0].items():
+            old = group.get(key)
+            if isinstance(old, Tensor) and isinstance(value, Tensor) and old.shape == value.shape:
+                old.copy_(value)  # somebody may hold it, as a learning rate
+            else:
+                group[key] = value
         group[COUNT] += 1
         return any(flag for _, flags in done for flag in map(bool, flags))
 
     def _run_bucket(self, group: Group, bucket: Sequence[_Part], run: Any) -> tuple[Group, list[Tensor]]:
         """Run on fp32 copies; return the group's options afterwards, and flags of weights out of range."""
         values = [self._widen(group, part) for part in bucket]
-        states = [dict(_read(self.state.get(part.p, {}), part)) for part in bucket]
+        states = [dict(_read(self.state.get(part.p, {}), part, self._found.narrow)) for part in bucket]
         options, values, states = run(values, [part.wide_grad() for part in bucket], states)
         flags = [self._write(group, *row) for row in zip(bucket, values, states)]
         return options, [flag for flag in flags if flag is not None]
@@ -198,7 +201,8 @@ class Compact(OnePassOptimizer):
         entry.update(masters)
         for key in list(state):
             rounding_key = rounding.key_of(zlib.crc32(f"{self.seed}:{part.name}:{key}".encode()), count)
-            entry.update(_keep(key, state.pop(key), weight, state_kind, rounding_key))
+            as_kept = L.STATE_FP32 if key in self._found.copies else state_kind
+            entry.update(_keep(key, state.pop(key), weight, as_kept, rounding_key))
         if not entry:
             del self.state[part.p]
         kind = arguments.kind_of(weight.dtype, group["master"])
@@ -251,7 +255,9 @@ class Compact(OnePassOptimizer):
             return entry, new_weight
         as_kept = {key: value for key, value in rest.items() if _is_kept_so(key, value, weight, kind)}
         entry.update({key: _own(value, weight) for key, value in as_kept.items()})
-        for key, value in _read({k: v for k, v in rest.items() if k not in as_kept}, part):
+        for key, value in _read(
+            {k: v for k, v in rest.items() if k not in as_kept}, part, self._found.narrow
+        ):
             entry.update(_keep(key, _own(value, weight), weight, kind, None))
         return entry, new_weight
 
@@ -282,8 +288,8 @@ def _buckets_of(parts: Sequence[_Part]) -> Iterator[list[_Part]]:
     yield bucket
 
 
-def _read(entry: Mapping[str, Any], part: _Part) -> Iterator[tuple[str, Any]]:
-    """Yield states as the optimizer knows them: those of the parameter's shape in fp32."""
+def _read(entry: Mapping[str, Any], part: _Part, narrow: Container[str]) -> Iterator[tuple[str, Any]]:
+    """Yield states as the optimizer knows them: of the parameter's shape in fp32, save `narrow` ones."""
     for stored, value in entry.items():
         key, index = storage.moment_of(stored)
         if key != stored and not stored.endswith(storage.EXPONENTS):
@@ -292,21 +298,21 @@ def _read(entry: Mapping[str, Any], part: _Part) -> Iterator[tuple[str, Any]]:
             entries.check_exponents(key, exponents, value, part.name)
             yield key, entries.moment(key, index, value, exponents, part.weight, L.STATE_FP32)[key]
         elif key == stored and key not in storage.MASTER_KEYS:
-            narrow = _is_moment(value, part.weight) and value.dtype == torch.bfloat16
-            yield key, value.to(torch.float32) if narrow else value
+            ours = _is_moment(value, part.weight, torch.bfloat16) and key not in narrow
+            yield key, value.to(torch.float32) if ours else value
 
 
-def _is_moment(value: Any, weight: Tensor) -> bool:
-    """Whether a state has a number for each of several elements of a parameter."""
-    is_tensor = isinstance(value, Tensor) and value.is_floating_point()
-    return is_tensor and value.shape == weight.shape and value.numel() > 1
+def _is_moment(value: Any, weight: Tensor, dtype: torch.dtype) -> bool:
+    """Whether a state of this dtype has a number for each of several elements of a parameter."""
+    is_one = isinstance(value, Tensor) and value.shape == weight.shape and value.dtype == dtype
+    return is_one and value.numel() > 1
 
 
 def _is_kept_so(key: str, value: Any, weight: Tensor, state_kind: int) -> bool:
     """Whether a saved state is in the format that states have here, whose bits then stay."""
     if state_kind == L.STATE_8BIT:
         return key.endswith((storage.CODES, storage.EXPONENTS))
-    return state_kind == L.STATE_BF16 and _is_moment(value, weight) and value.dtype == torch.bfloat16
+    return state_kind == L.STATE_BF16 and _is_moment(value, weight, torch.bfloat16)
 
 
 def _own(value: Any, weight: Tensor) -> Any:
@@ -326,9 +332,9 @@ def _laid_out(value: Tensor, weight: Tensor) -> Tensor:
 
 def _keep(key: str, value: Any, weight: Tensor, state_kind: int, random_key: rounding.Int | None) -> Group:
     """Return a state as an entry keeps it: rounded at random by this key, or to nearest where it is None."""
-    if state_kind == L.STATE_FP32 or not _is_moment(value, weight):
+    if state_kind == L.STATE_FP32 or not _is_moment(value, weight, torch.float32):
         return {key: value}
-    values, width = storage.flat(_laid_out(value, weight).to(torch.float32)), storage.width_of(weight)
+    values, width = storage.flat(_laid_out(value, weight)), storage.width_of(weight)
     kept = torch.empty_like(weight, dtype=storage.STORED[state_kind])
     if state_kind == L.STATE_BF16:
         _round(values, kept, random_key, rounding.round_random)
