@@ -110,12 +110,15 @@ def bits(t):
     return t.detach().clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
 
 
+RAISED = ArithmeticError, LookupError, RuntimeError, TypeError, ValueError
+
+
 def attempt(optimizer):
     try:
         optimizer.step()
     except hs.HalfstepError as error:
         return str(error)
-    except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
+    except RAISED as error:
         if not hasattr(optimizer, "compacts"):  # whose own step may raise what it likes
             raise
         return repr(error)
@@ -141,7 +144,7 @@ def check(seed, kinds):
         names = []
         for edit in rng.choices(EDITS, k=rng.choice([0, 1, 1, 2, 3])):
             names.append(edit.__name__)
-            with contextlib.suppress(hs.HalfstepError, RuntimeError, TypeError):  # what it left behind counts
+            with contextlib.suppress(hs.HalfstepError, *RAISED):  # what it left behind counts
                 edit(side, rng)
         twin, params = copied(side.optimizer)
         before = dict(vars(side.optimizer))

@@ -220,6 +220,14 @@ class Compact(OnePassOptimizer):
             entry["master"].copy_(value)
         return None
 
+    def bytes_of_bucket(self) -> int:
+        """Return the most bytes that the fp32 copies of a bucket take, once there are states."""
+        parts = [_Part(p, p, "") for p, _, _ in self._places()]
+        most = max(sum(part.p.numel() for part in bucket) for bucket in _buckets_of(parts))
+        entries = [(part, self.state.get(part.p, {})) for part in parts]
+        widened = [sum(v is not e.get(key) for key, v in _read(e, part, ())) for part, e in entries]
+        return 4 * most * (2 + max(widened, default=0))
+
     # ---- entries of the state -----------------------------------------------------------------------
 
     def _normalize_entry(self, p: Tensor, group: Group, place: Place, value: Tensor | None) -> None:
@@ -339,7 +347,7 @@ def _keep(key: str, value: Any, weight: Tensor, state_kind: int, random_key: rou
     if state_kind == L.STATE_BF16:
         _round(values, kept, random_key, rounding.round_random)
         return {key: kept}
-    signed = key in storage.SIGNED or bool(values.amin() < 0)
+    signed = key in storage.SIGNED or (not values.is_meta and bool(values.amin() < 0))
     fields = list[Tensor]()
 
     def encode(part: Tensor, random: Tensor) -> Tensor:
