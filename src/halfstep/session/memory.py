@@ -107,7 +107,9 @@ def _bytes_of_entries(optimizers: Iterable[torch.optim.Optimizer]) -> tuple[int,
         (k in storage.MASTER_KEYS, t) for o in optimizers for e in o.state.values() for k, t in e.items()
     ]
     tensors = [(is_master, t) for is_master, t in found if isinstance(t, Tensor)]
-    return tuple(_bytes(t for is_master, t in tensors if is_master == kind) for kind in (True, False))
+    return _bytes(t for is_master, t in tensors if is_master), _bytes(
+        t for is_master, t in tensors if not is_master
+    )
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
