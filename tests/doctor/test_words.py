@@ -56,10 +56,10 @@ for x, y in batches():
 }
 #: In the code of each cure of a door there is one of the first and none of the second.
 WORDS = {
-    "scaler": (r"torch\.|x \*", r"hs\.|amp\.step|policy"),
-    "session": (r"hs\.prepare|x \*", r"hs\.Trainer|torch\.autocast|GradScaler"),
-    "trainer": (r"hs\.Trainer|x \*", r"hs\.prepare|torch\.autocast|GradScaler"),
-    "plain": (r"torch\.bfloat16|inputs \.float\(\)|x \*", r"hs\.|amp\.|policy|GradScaler|autocast"),
+    "scaler": (r"torch\.|2\.0\*\*-?\d", r"hs\.|amp\.step|policy"),
+    "session": (r"hs\.prepare|2\.0\*\*-?\d", r"hs\.Trainer|torch\.autocast|GradScaler"),
+    "trainer": (r"hs\.Trainer|2\.0\*\*-?\d", r"hs\.prepare|torch\.autocast|GradScaler"),
+    "plain": (r"torch\.bfloat16|inputs \.float\(\)|2\.0\*\*-?\d", r"hs\.|amp\.|policy|GradScaler|autocast"),
 }
 
 

@@ -42,11 +42,11 @@ def write_dose(text: str, dose: Remedy, location: OpLocation) -> Iterator[str]:
 
 
 def write_codes(text: str, path: Path, faults: Sequence[Fault]) -> None:
-    """Put cures of an op of this script in its own words: the line as the first way writes it."""
+    """Put cures that name an op's operands in the script's words: the line as the first way writes it."""
     for fault in faults:
         here = fault.location.file and Path(fault.location.file).resolve() == path.resolve()
         for cure in fault.cures if here else ():
-            if cure.doses and cure.doses[0].scope == "op":
+            if cure.doses and cure.kind in ("clamp", "scale"):
                 new = next(write_dose(text, cure.doses[0], fault.location), text)
                 cure.code = _changed_line(text, new) or cure.code
 

@@ -48,6 +48,8 @@ _CHANGES: dict[str, dict[int, int]] = {
 }  # fmt: skip
 
 _hooked = False
+_databases: list[Any] = []
+"""Those that this process has connected to."""
 _listener: Callable[[str], None] | None = None
 """Called with each path that a call of this process is about to change."""
 
@@ -56,6 +58,8 @@ def _on_audit(event: str, args: tuple[Any, ...]) -> None:
     listener = _listener
     if listener is None:
         return
+    if event == "sqlite3.connect":
+        _databases.append(args[0])
     if event == "open":
         writes = isinstance(args[2], int) and args[2] & _WRITING
         paths = args[:1] if writes and not os.path.isdir(args[0]) else ()  # a folder: another opener opens it
@@ -405,7 +409,7 @@ def detach_open_files(folder: str) -> None:
             os.dup2(own, number, os.get_inheritable(number))
             os.close(own)
     _detach_mappings()
-    for thing in gc.get_objects():
+    for thing in gc.get_objects() if _databases else ():
         if issubclass(type(thing), sqlite3.Connection):  # else it keeps a journal beside the user's file
             with contextlib.suppress(sqlite3.Error):
                 thing.execute("pragma journal_mode = memory")
