@@ -304,7 +304,7 @@ def _read(entry: Mapping[str, Any], part: _Part, narrow: Container[str]) -> Iter
             exponents = entry.get(stored.removesuffix(storage.CODES) + storage.EXPONENTS)
             entries.check_moment(key, value, part.weight, part.name)
             entries.check_exponents(key, exponents, value, part.name)
-            yield key, entries.moment(key, index, value, exponents, part.weight, L.STATE_FP32)[key]
+            yield key, _laid_out(_decode(value, cast("Tensor", exponents), index == 0), part.weight)
         elif key == stored and key not in storage.MASTER_KEYS:
             ours = _is_moment(value, part.weight, torch.bfloat16) and key not in narrow
             yield key, value.to(torch.float32) if ours else value
@@ -368,16 +368,31 @@ def _round(
     width: int | None = None,
 ) -> None:
     """Write what `function` makes of flat values and random bits, a bounded number of rows at a time."""
-    most = storage.JOINED_ON_CPU if values.is_cpu else storage.JOINED >> 4
-    most = most if width is None else max(1, most // width) * width
     out = storage.flat(target)
-    for start in range(0, len(values), most):
-        part = values[start : start + most]
+    for some in _parts_of(values, width or 1):
+        part = values[some]
         if key is None:
             random = torch.full_like(part, rounding.HALF, dtype=torch.int64)
         else:
-            random = rounding.random_bits(len(part), key, part.device, -start, width)
-        out[start : start + most] = function(part, random)
+            random = rounding.random_bits(len(part), key, part.device, -some.start, width)
+        out[some] = function(part, random)
+
+
+def _decode(codes: Tensor, exponents: Tensor, signed: bool) -> Tensor:
+    """Return a state in fp32 by its codes, a bounded number of rows at a time."""
+    wide, width = torch.empty_like(codes, dtype=torch.float32), storage.width_of(codes)
+    source, out = storage.flat(codes), storage.flat(wide)
+    for some in _parts_of(source, width):
+        fields = exponents[some.start // width : some.stop // width]
+        out[some] = rounding.decode(source[some], fields, signed, width)
+    return wide
+
+
+def _parts_of(values: Tensor, width: int) -> Iterator[slice]:
+    """Yield slices of flat values, whole rows of this width."""
+    most = storage.JOINED_ON_CPU if values.is_cpu else storage.JOINED >> 4
+    most = max(1, most // width) * width
+    yield from (slice(at, min(at + most, len(values))) for at in range(0, len(values), most))
 
 
 def _list_params(params: Any) -> Any:
