@@ -21,8 +21,8 @@ ROOT = os.path.dirname(halfstep.__file__) + os.sep
 def test_a_bad_step_of_a_plain_script_enters_at_most_24_files(tmp_path, monkeypatch):
     """From the moment it is known to be bad to its verdict, in this process and in the copies of it.
 
-    Four of them are about its remedy: the file of that kind, those of all and of an op's, and the list; one keeps
-    the files of the script.
+    Four of them are about its remedy: the file of that kind, those of all and of an op's, and the list; one
+    keeps the files of the script.
     """
     entered, judged = set(), set()
     told, tell = os.pipe()  # a copy writes no file
