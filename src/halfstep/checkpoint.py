@@ -164,7 +164,7 @@ def _some(names: list[str]) -> str:
 
 def algorithm_of(optimizer: Optimizer) -> str:
     """What the optimizer computes: the nearest class that torch or halfstep ships, else its own class."""
-    for kind in type(optimizer).__mro__:
+    for kind in getattr(optimizer, "compacts", type(optimizer)).__mro__:
         if kind.__module__.startswith(("torch.optim.", "halfstep.optim.")) and kind is not Optimizer:
             return kind.__name__
     return type(optimizer).__name__

@@ -244,6 +244,11 @@ PYTHON = {
         lambda: hs.optim.AdamW(net().parameters(), state_dtype="fp8"),
         r"state_dtype='fp8'.*8bit",
     ),
+    "Muon of all": (lambda: hs.optim.Muon(net().parameters()), r"shape \[4\]: put it.*muon_groups\(model\)"),
+    "compact of L-BFGS": (
+        lambda: hs.optim.compact(torch.optim.LBFGS, net().parameters()),
+        r"compact\(LBFGS\): its step computes the loss by a closure.*on fp32 weights",
+    ),
     "an empty optimizer": (lambda: hs.optim.SGD([]), r"empty"),
     "lr -1": (lambda: hs.optim.SGD(net().parameters(), lr=-1), r"lr=?.*-1|learning rate"),
     "lint of a number": (lambda: hs.lint(3), r"expected a function"),

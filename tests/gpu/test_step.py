@@ -1,6 +1,7 @@
 """A step on a GPU: it never waits, takes few launches, goes into a CUDA graph, and loses no address."""
 
 import gc
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 
 from halfstep.errors import ConfigError, MasterRangeError, UnsupportedError
 from halfstep.kernels.cuda import launch as cuda
-from halfstep.optim import SGD, AdamW
+from halfstep.optim import SGD, AdamW, Muon, compact
 from tests.gpu.machine import DEVICE, Machine
 from tests.gpu.test_kernels import assert_same, there
 
@@ -59,6 +60,35 @@ def test_the_steady_step_does_not_synchronise(gpu: Machine, state_dtype: str, dt
             for p in params:  # other addresses: the table is sent again, without waiting
                 p.grad = p.grad.clone()
     assert int(optimizer.state[params[0]]["step"]) == 5
+
+
+@pytest.mark.parametrize("make", [Muon, partial(compact, torch.optim.NAdam)], ids=["Muon", "compact"])
+def test_other_algorithms_equal_torch_s_over_fp32_weights(make: Any):
+    """The scale is divided out on the device, and a step that it says to skip changes nothing."""
+    peer_of = torch.optim.Muon if make is Muon else torch.optim.NAdam
+    params = parameters(BF16, ((3, 205), (64, 64)))
+    wide = [nn.Parameter(p.detach().float()) for p in params]
+    mine, theirs = make(params, lr=0.01), peer_of(wide, lr=0.01)
+    for step in range(4):
+        fill(params, step)
+        for p, q in zip(params, wide):
+            q.grad = p.grad.float() * 0.5
+        mine.step(inv_scale=there(0.5), found_inf=there(step == 2))
+        if step != 2:
+            theirs.step()
+    assert all(torch.equal(mine.master_of(p), q) for p, q in zip(params, wide))
+
+
+@pytest.mark.parametrize("state_dtype", ["fp32", "8bit"])
+def test_a_steady_step_of_muon_does_not_synchronise(gpu: Machine, state_dtype: str):
+    params = parameters(BF16, ((3, 205), (64, 64)))
+    optimizer = Muon(
+        [{"params": params[:1]}, {"params": params[1:], "algorithm": "adamw"}], state_dtype=state_dtype
+    )
+    given = scalars()
+    warmed_up(params, optimizer, given)
+    with gpu.no_waiting():
+        optimizer.step(**given)
 
 
 def test_a_default_device_changes_nothing(gpu: Machine):

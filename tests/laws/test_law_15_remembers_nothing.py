@@ -76,7 +76,11 @@ EDITS += [asked, spoiled]
 
 def fresh(optimizer):
     """An optimizer of the same kind, given what the user sees of another: its groups and its state."""
-    made = type(optimizer)([nn.Parameter(torch.zeros(1))], seed=optimizer.seed, backend=optimizer.backend)
+    start, kind = [nn.Parameter(torch.zeros(1))], getattr(optimizer, "compacts", None)
+    if kind is None:
+        made = type(optimizer)(start, seed=optimizer.seed, backend=optimizer.backend)
+    else:
+        made = hs.optim.compact(kind, start, seed=optimizer.seed)
     made.param_groups = optimizer.param_groups
     made.state = optimizer.state
     return made
@@ -103,7 +107,10 @@ def copied(optimizer):
 
 
 def bits(t):
-    return t.detach().contiguous().view(-1).view(torch.uint8)
+    return t.detach().clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
+
+
+RAISED = ArithmeticError, LookupError, RuntimeError, TypeError, ValueError
 
 
 def attempt(optimizer):
@@ -111,6 +118,10 @@ def attempt(optimizer):
         optimizer.step()
     except hs.HalfstepError as error:
         return str(error)
+    except RAISED as error:
+        if not hasattr(optimizer, "compacts"):  # whose own step may raise what it likes
+            raise
+        return repr(error)
     return ""
 
 
@@ -121,10 +132,10 @@ def same_state(ours, theirs):
     return all(a.dtype == b.dtype and torch.equal(bits(a), bits(b)) for a, b in pairs)
 
 
-def check(seed):
+def check(seed, kinds):
     """Random edits and steps; the step after each edit beside that of a fresh optimizer."""
     rng = random.Random(seed)
-    side = edits.sides(seed, rng)[0]
+    side = edits.sides(seed, rng, kinds)[0]
     for _ in range(rng.randrange(3, 7)):
         for p in side.params:
             if p.grad is None or p.grad.shape != p.shape:
@@ -133,7 +144,7 @@ def check(seed):
         names = []
         for edit in rng.choices(EDITS, k=rng.choice([0, 1, 1, 2, 3])):
             names.append(edit.__name__)
-            with contextlib.suppress(hs.HalfstepError, RuntimeError, TypeError):  # what it left behind counts
+            with contextlib.suppress(hs.HalfstepError, *RAISED):  # what it left behind counts
                 edit(side, rng)
         twin, params = copied(side.optimizer)
         before = dict(vars(side.optimizer))
@@ -150,15 +161,24 @@ def check(seed):
             return
 
 
-def run(seeds):
+def run(seeds, kinds=edits.KINDS):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for seed in seeds:
-            check(seed)
+            check(seed, kinds)
 
 
 def test_a_step_after_any_edit_is_that_of_a_fresh_optimizer():
     run(range(24))
+
+
+def test_so_is_one_of_any_other_optimizer():
+    run(range(40), edits.COMPACTED)
+
+
+@pytest.mark.exhaustive
+def test_so_are_a_thousand_of_these():
+    run(range(40, 1040), edits.COMPACTED)
 
 
 @pytest.mark.long

@@ -18,13 +18,14 @@ import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from halfstep.errors import HalfstepError
-from halfstep.optim import SGD, Adam, AdamW, Lion
+from halfstep.optim import SGD, Adam, AdamW, Lion, compact
 
 PAGE = mmap.PAGESIZE
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -57,6 +58,13 @@ KINDS: dict[str, tuple[Any, Any]] = {
     "SGD": (SGD, torch.optim.SGD),
     "Lion": (Lion, PlainLion),
 }
+COMPACTED: dict[str, tuple[Any, Any]] = {
+    kind.__name__: (partial(compact, kind), kind)
+    for kind in (
+        torch.optim.NAdam, torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.Adafactor, torch.optim.SGD,
+        torch.optim.Adadelta,
+    )
+}  # fmt: skip
 guard = False
 fp32_only = False
 
@@ -441,11 +449,11 @@ EDITS: list[Callable[[Side, random.Random], None]] = [
 # ---- two sides, step by step ------------------------------------------------------------------------------
 
 
-def sides(seed: int, rng: random.Random) -> list[Side]:
+def sides(seed: int, rng: random.Random, kinds: dict[str, tuple[Any, Any]] = KINDS) -> list[Side]:
     """Ours and its peer, from the same start."""
     low = rng.random() < 0.5 and not fp32_only
     dtype = rng.choice([BF16, BF16, FP16]) if low else FP32
-    name = rng.choice(list(KINDS))
+    name = rng.choice(list(kinds))
     shapes = [
         rng.choice([(6, 4), (5,), (3, 3), (2, 3, 4), (70, 9), (1,)]) for _ in range(rng.randrange(1, 5))
     ]
@@ -458,7 +466,7 @@ def sides(seed: int, rng: random.Random) -> list[Side]:
     for turn in range(2):
         generator = torch.Generator().manual_seed(seed)
         params = [nn.Parameter(guarded(torch.randn(s, generator=generator).to(dtype))) for s in shapes]
-        build = _builder(name, low, bool(turn), options, own)
+        build = _builder(kinds[name], low, bool(turn), options, own)
         groups = [{"params": params[:1]}, {"params": params[1:]}] if len(params) > 2 else params
         made.append(Side(params, build(groups), generator, bool(turn) and not low, low, build))
     return made
@@ -468,11 +476,12 @@ STATES = ["fp32", "bf16", "8bit"]
 MASTERS: list[Any] = ["exact", "fp32", "stochastic", None]
 
 
-def _builder(name: str, low: bool, peer: bool, options: dict[str, Any], own: dict[str, Any]) -> Any:
+def _builder(kinds: Any, low: bool, peer: bool, options: dict[str, Any], own: dict[str, Any]) -> Any:
     if not low:
-        kind = KINDS[name][peer]
+        kind = kinds[peer]
         return lambda groups: kind(groups, **options)
-    return lambda groups: KINDS[name][0](groups, **options, **own, backend="reference" if peer else "auto")
+    backend = {"backend": "reference" if peer else "auto"} if isinstance(kinds[0], type) else {}
+    return lambda groups: kinds[0](groups, **options, **own, **backend)
 
 
 def take(side: Side, edits: list[Callable[..., None]], seed: int, refill: bool) -> str:

@@ -15,6 +15,16 @@ def uniform(count: int, key: int) -> torch.Tensor:
     return rounding.random_bits(count, key, torch.device("cpu"))
 
 
+@pytest.mark.parametrize("width", [None, 2 * BLOCK, 33])
+@pytest.mark.parametrize("first", [0, -640, 128, -7])
+def test_random_bits_are_the_same_with_a_word_for_each_panel(first: int, width: int | None):
+    by_panel, by_element = (
+        rounding.random_bits(1000, key, torch.device("cpu"), first, width)
+        for key in (12345, torch.tensor(12345))
+    )
+    assert torch.equal(by_panel, by_element)
+
+
 @pytest.mark.parametrize("signed", [True, False])
 def test_codes_are_within_a_step_and_unbiased(signed: bool):
     g = torch.Generator().manual_seed(0)

@@ -3,8 +3,8 @@
 A step begins where the one before it ended (or, with workers that load data, at its first forward or
 autocast region, so that its batch is there already), and ends where a Session, a GradScaler or an optimizer
 is stepped; one that the script drops, since a value that it read was not finite, ends where the next begins,
-or with the script. Where the process can be copied, it is forked at the beginning of each step; copies run the
-step again under the tape, and again with each cure. A run that is started to run a step again does the same
+or with the script. Where the process can be copied, it is forked at the beginning of each step. A copy runs
+the step again under the tape, and again with each cure. A run started to run a step again does as much
 from the moment at which that step begins. `Participants` knows who takes part.
 """
 

@@ -25,9 +25,10 @@ import struct
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import ExitStack
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +39,17 @@ MUTED = {"WANDB_MODE": "disabled", "NEPTUNE_MODE": "debug", "COMET_MODE": "disab
 #: Where a run may write besides its own folder: devices, and what the kernel shows of processes.
 _DEVICES = ("/dev/", "/proc/", "/sys/")
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_TRUNC
-#: Audit events of calls that change files, with the number of paths that each begins with.
-_CHANGES = {
-    "os.remove": 1, "os.rmdir": 1, "os.truncate": 1, "os.mkdir": 1, "os.chmod": 1, "os.utime": 1,
-    "os.rename": 2, "os.link": 2, "os.symlink": 2, "sqlite3.connect": 1,
+#: Audit events of calls that change files: by the place of each path the place of the open folder below which
+#: it is, if one is given.
+_CHANGES: dict[str, dict[int, int]] = {
+    "os.remove": {0: 1}, "os.rmdir": {0: 1}, "os.truncate": {0: 9}, "os.mkdir": {0: 2}, "os.chmod": {0: 2},
+    "os.utime": {0: 3}, "os.rename": {0: 2, 1: 3}, "os.link": {1: 3}, "os.symlink": {1: 2},
+    "sqlite3.connect": {0: 9},
 }  # fmt: skip
 
 _hooked = False
+_databases: list[Any] = []
+"""Those that this process has connected to."""
 _listener: Callable[[str], None] | None = None
 """Called with each path that a call of this process is about to change."""
 
@@ -53,19 +58,30 @@ def _on_audit(event: str, args: tuple[Any, ...]) -> None:
     listener = _listener
     if listener is None:
         return
+    if event == "sqlite3.connect":
+        _databases.append(args[0])
     if event == "open":
         writes = isinstance(args[2], int) and args[2] & _WRITING
         paths = args[:1] if writes and not os.path.isdir(args[0]) else ()  # a folder: another opener opens it
     else:
-        paths = args[: _CHANGES.get(event, 0)]
+        paths = [_below(args[i], *args[j : j + 1]) for i, j in _CHANGES.get(event, {}).items()]
     for path in paths:
         full = full_path(path)
         if full is not None and not full.startswith(_DEVICES):
             listener(full)
 
 
+def _below(path: Any, folder: int = -1) -> Any:
+    """Return a path below an open folder, None where that is not known; the path itself if there is none."""
+    if folder < 0:
+        return path
+    with contextlib.suppress(OSError):
+        return os.path.join(os.readlink(f"/proc/self/fd/{folder}"), os.fsdecode(path))
+    return None
+
+
 @contextlib.contextmanager
-def _listening(listener: Callable[[str], None]) -> Iterator[None]:
+def _listening(listener: Callable[[str], None]) -> Generator[None]:
     """Have a function called with each path that is about to be changed."""
     global _hooked, _listener
     if not _hooked:
@@ -151,7 +167,8 @@ class Layer:
     def find(self, full: str) -> str:
         """Return where the content of a path is in this run."""
         own, old = _under(self._own, full), _under(self._before, full)
-        if self._is_gone(full) or (os.path.lexists(own) and not os.path.isdir(own)):
+        merged = os.path.isdir(own) and os.path.isdir(full)
+        if self._is_gone(full) or (os.path.lexists(own) and not merged):
             return own
         if os.path.lexists(old) and not os.path.isdir(old):
             return old
@@ -162,14 +179,21 @@ class Layer:
         own, found = _under(self._own, full), self.find(full)
         if os.path.isdir(self.find(os.path.dirname(full))):
             os.makedirs(os.path.dirname(own), exist_ok=True)
-        if found != own and content and os.path.isdir(found):
-            shutil.copytree(found, own, dirs_exist_ok=True)
+        if found != own and os.path.isdir(found):
+            os.makedirs(own, exist_ok=True)
+            for name in self._entries(os.listdir, full):
+                self._claim(os.path.join(full, name))
         elif found != own and content and os.path.exists(found):
             shutil.copy2(found, own)
         return own
 
     def _appears(self, full: str) -> None:
-        self._gone -= {full, *map(str, Path(full).parents)}
+        """Note that a path is there again; of a folder that was removed, what was in it is not."""
+        for path in (*map(str, reversed(Path(full).parents)), full):
+            if path in self._gone:
+                self._gone.discard(path)
+                roots = filter(os.path.isdir, (path, _under(self._before, path)))
+                self._gone |= {os.path.join(path, name) for root in roots for name in os.listdir(root)}
 
     # What a script calls.
 
@@ -181,9 +205,9 @@ class Layer:
             return call(self.find(full), mode, *args, **options)
         if "x" in mode and os.path.lexists(self.find(full)):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), file)
-        opened = call(self._claim(full, "w" not in mode), mode, *args, **options)
+        stream = call(self._claim(full, "w" not in mode), mode, *args, **options)
         self._appears(full)
-        return opened
+        return stream
 
     def _open_number(
         self, call: Callable[..., int], path: Any, flags: int, *args: Any, **options: Any
@@ -253,11 +277,13 @@ class Layer:
 
     def _list(self, call: Callable[..., list[str]], path: Any = ".") -> list[str]:
         full = self._ours(path)
-        return call(path) if full is None else [os.path.basename(p) for p in self._entries(call, full)]
+        return call(path) if full is None else self._entries(call, full)
 
     def _scan(self, call: Callable[..., Any], path: Any = ".") -> Any:
         full = self._ours(path)
-        return call(path) if full is None else _Entries(self._entries(call, full))
+        if full is None:
+            return call(path)
+        return _Entries([_Entry(entry, os.fsdecode(path)) for entry in self._entries(call, full)])
 
     def _entries(self, call: Callable[..., Any], full: str) -> list[Any]:
         """Return the entries of a folder, those that this run made before those that were there."""
@@ -292,8 +318,8 @@ class Layer:
             (builtins, ("open",), self._open),
             (io, ("open",), self._open),
             (os, ("open",), self._open_number),
-            (os, ("stat", "lstat", "access", "readlink"), self._read),
-            (os, ("truncate", "chmod", "utime"), self._change),
+            (os, ("stat", "lstat", "access", "readlink", "listxattr", "getxattr"), self._read),
+            (os, ("truncate", "chmod", "utime", "setxattr"), self._change),
             (os, ("remove", "unlink", "rmdir"), self._remove),
             (os, ("rename", "replace"), self._move),
             (os, ("link", "symlink"), self._link),
@@ -304,8 +330,14 @@ class Layer:
             (torch, ("save",), self._save),
             (sqlite3, ("connect",), self._change),
         ):
-            for call in calls:
+            for call in filter(partial(hasattr, owner), calls):
                 replace(stack, owner, call, partial(self._outermost, instead))
+        for name in (
+            "safetensors.torch",
+            "safetensors.numpy",
+        ):  # they write by themselves, and many save by them
+            with contextlib.suppress(ImportError):
+                replace(stack, import_module(name), "serialize_file", partial(self._outermost, self._save))
         stack.callback(setattr, tempfile, "tempdir", tempfile.tempdir)
         tempfile.tempdir = tempfile.mkdtemp(dir=self._own)
         stack.enter_context(_listening(self._refuse))
@@ -315,11 +347,32 @@ class Layer:
             raise PermissionError(errno.EACCES, "a run of the doctor's changes no file of the user's", full)
 
 
-class _Entries(list[Any]):
+class _Entry:
+    """An entry of a folder as `os.scandir` gives it, under the path by which the script knows it."""
+
+    def __init__(self, entry: os.DirEntry[str], folder: str) -> None:
+        self.name, self.path = entry.name, os.path.join(folder, entry.name)
+        self.is_dir, self.is_file, self.is_symlink = entry.is_dir, entry.is_file, entry.is_symlink
+        self.stat, self.inode = entry.stat, entry.inode
+
+    def __fspath__(self) -> str:
+        return self.path
+
+
+class _Entries:
     """The entries of a folder, as `os.scandir` gives them."""
 
-    def __enter__(self) -> Iterator[Any]:
-        return iter(self)
+    def __init__(self, entries: list[Any]) -> None:
+        self._entries = iter(entries)
+
+    def __iter__(self) -> _Entries:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self._entries)
+
+    def __enter__(self) -> _Entries:
+        return self
 
     def __exit__(self, *_: object) -> None: ...
 
@@ -356,8 +409,8 @@ def detach_open_files(folder: str) -> None:
             os.dup2(own, number, os.get_inheritable(number))
             os.close(own)
     _detach_mappings()
-    for thing in gc.get_objects():
-        if isinstance(thing, sqlite3.Connection):  # else it keeps a journal beside the user's file
+    for thing in gc.get_objects() if _databases else ():
+        if issubclass(type(thing), sqlite3.Connection):  # else it keeps a journal beside the user's file
             with contextlib.suppress(sqlite3.Error):
                 thing.execute("pragma journal_mode = memory")
 

@@ -306,12 +306,13 @@ def run_order(order: Order) -> RunFindings | RerunResult | None:
         Hooks(examiner, stack).install()
         replace(stack, torch, "compile", _compile_disabled)  # it hides the ops
         stack.enter_context(examiner.around)  # the cures, put in place over the hooks, go before them
-        error = run_main(order.script, order.args, order.text)
+        error = run_main(order.script, order.args, order.text, order.module)
         if isinstance(error, KeyboardInterrupt):
             examiner.ended_by, error = INTERRUPT, None
         examiner.on_end(error)
     if request is not None:
-        return examiner.rerun_result if examiner.active_request is not None else None
+        known = examiner.active_request is not None or bool(examiner.rerun_result.error)
+        return examiner.rerun_result if known else None
     return _collect_findings(order, examiner, error and in_words(error, examiner.ledger.iterations))
 
 

@@ -27,6 +27,8 @@ import traceback
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
+from importlib.util import spec_from_file_location
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -53,6 +55,7 @@ class Order:
     `copies`: whether the run may be copied; `forked`: whether its process is a copy of the first one's.
     `text`: what to run in place of what the file holds. `files`: a folder that the script's runs share, for
     what its files were and what is written when it runs again (see `files.py`); none: files are not kept.
+    `module`: the name by which `python -m` starts the script, if that is how it is started.
     """
 
     script: str
@@ -64,6 +67,7 @@ class Order:
     forked: bool = False
     text: str | None = None
     files: str = ""
+    module: str = ""
 
     @property
     def is_first(self) -> bool:
@@ -241,18 +245,25 @@ class StopScript(BaseException):
     """Raised to end a script after the last step that was asked for."""
 
 
-def run_main(script: str, args: Sequence[str], text: str | None = None) -> BaseException | None:
+def run_main(
+    script: str, args: Sequence[str], text: str | None = None, name: str = ""
+) -> BaseException | None:
     """Run a script, or this text of it, as `__main__`; return its error, if it failed.
 
-    An exit with a status other than 0, or with a message, is a failure.
+    An exit with a status other than 0, or with a message, is a failure. `name`: that of the module by which
+    `python -m` starts it, so that its relative imports work and the current folder is the first looked in.
     """
     argv, path, main = sys.argv, list(sys.path), sys.modules["__main__"]
     sys.argv = [script, *args]
-    sys.path.insert(0, str(Path(script).resolve().parent))
+    sys.path.insert(0, os.getcwd() if name else str(Path(script).resolve().parent))
     module = types.ModuleType("__main__")
     module.__file__ = script
     sys.modules["__main__"] = module
     try:
+        if name:
+            module.__spec__ = spec_from_file_location(name, script)
+            module.__package__ = name.rpartition(".")[0]
+            import_module(module.__package__ or name)
         code = compile(Path(script).read_bytes() if text is None else text, script, "exec")
         exec(code, vars(module))
     except StopScript:

@@ -72,7 +72,7 @@ _KERNEL_NAMES = {
 
 #: Calls by which a script reads a value, as before it decides whether to go on with a step.
 _TESTS = ("isfinite", "isnan", "isinf")
-_COMPARISONS = ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__")
+_COMPARISONS = tuple(way for name in ("eq", "ne", "lt", "le", "gt", "ge") for way in (name, f"__{name}__"))
 READS = ("item", "__float__", "tolist", "numpy", "__array__", *_TESTS, *_COMPARISONS)
 
 
@@ -221,6 +221,12 @@ def is_finite(t: Tensor) -> bool:
     if not (t.is_floating_point() or t.is_complex()) or t.numel() == 0 or t.is_meta:
         return True
     return math.isfinite(amax(t).item())
+
+
+#: What an error says that values raised which are not finite.
+_OF_VALUES = re.compile(r"\b(nan|inf|infinite|infinity|finite|nonfinite)\b", re.IGNORECASE)
+#: Functions between a call that reads and the tape.
+_RELAYS = ("<genexpr>", "note_read", "on_call", "__torch_function__", "_on_read", "call_instead")
 
 
 def reads_nonfinite(call: str, args: Any) -> bool:
@@ -483,7 +489,10 @@ class Tape(TorchDispatchMode):
         return False
 
     def note_read(self, value: Tensor) -> None:
-        """Note a value that is not finite and that the script reads, as its guards do."""
+        """Note a value that is not finite and that the script reads, as its guards do; not what we read."""
+        reader = next(f.f_code.co_filename for f in _stack() if f.f_code.co_name not in _RELAYS)
+        if reader.startswith(_HERE) and not is_users(reader):
+            return
         with disable_current_modes():
             origins, _ = self._bad.get(_storage(value), (frozenset[int](), value))
             if not origins:  # no op made it: it came so
@@ -496,9 +505,11 @@ class Tape(TorchDispatchMode):
             if not all(i in self.candidates and self.candidates[i].intended for i in origins):
                 self.reads.append(End("loss", "loss", origins))
 
-    def end_with_reads(self) -> None:
-        """Take what was read for the ends of a step that has no other."""
-        self.ends = self.ends or self.reads
+    def end_early(self, error: BaseException | None) -> None:
+        """Take what was read for the ends of a step that has no other; else what the error is about."""
+        about = _OF_VALUES.search(str(error)) if error is not None else None
+        origins = frozenset(i for i, node in self.candidates.items() if not node.intended and about)
+        self.ends = self.ends or self.reads or ([End("loss", "loss", origins)] if origins else [])
         for index in {i for end in self.ends for i in end.origins}:
             self.candidates.setdefault(index, self.nodes[index])
 

@@ -218,7 +218,7 @@ class Taping:
             if (kind, name) not in self._initially_nonfinite and not tape.check(kind, name, value):
                 names[kind].append(name)
         if dropped or error is not None:
-            tape.end_with_reads()
+            tape.end_early(error)
         gradients = dict.fromkeys(e.name for e in tape.ends if e.kind == "gradient")
         damage = Corrupted(tuple(gradients), *map(tuple, names.values()))
         bad = _verdict(tape, parts, damage, batch) or _underflow(self._probe, tape, parts, damage)

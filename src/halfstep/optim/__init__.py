@@ -1,5 +1,6 @@
 """Optimizers and master weights: what updates a model whose weights are 16 bits wide."""
 
+from halfstep.optim.compacted import compact
 from halfstep.optim.masters import MasterWeights, fp32_state_dict
 from halfstep.optim.muon import Muon, muon_groups
 from halfstep.optim.optimizers import SGD, Adam, AdamW, Lion
@@ -12,6 +13,7 @@ __all__ = [
     "Lion",
     "MasterWeights",
     "Muon",
+    "compact",
     "fp32_state_dict",
     "lost_updates",
     "muon_groups",

@@ -41,8 +41,8 @@ def name_of(group: Mapping[str, Any], place: tuple[int, int]) -> str:
     return repr(names[place[1]]) if names else f"parameter {place[1]} of group {place[0]}"
 
 
-def check_group(group: dict[str, Any]) -> None:
-    """Check a group and make numpy's numbers Python's, in place.
+def check_group(group: dict[str, Any], ours: bool = True) -> None:
+    """Check a group and make numpy's numbers Python's, in place; `ours`: the algorithm's are checked as well.
 
     Raises:
         ConfigError: values no optimizer here can mean. UnsupportedError: differentiable=True.
@@ -60,7 +60,8 @@ def check_group(group: dict[str, Any]) -> None:
         raise UnsupportedError(
             "differentiable=True: a step here is no part of a graph; use torch.optim for it"
         )
-    check_hyperparameters(group)
+    if ours:
+        check_hyperparameters(group)
 
 
 WHOLE = ("seed", "backend", "accumulate", "release_gradients")

@@ -114,7 +114,7 @@ class OnePassOptimizer(MasterHolder, torch.optim.Optimizer):
         self._prepare()
         how = {"maximize": maximize, "clip_norm": clip_norm, "skip_nonfinite": skip_nonfinite}
         how |= {"differentiable": differentiable, **arguments.TORCH_KEYS}
-        super().__init__(params, {**defaults, **how, "master": master, "state_dtype": state_dtype})
+        super().__init__(params, {**how, **defaults, "master": master, "state_dtype": state_dtype})
 
     def _prepare(self) -> None:
         self.outcome: Outcome | None = None
@@ -138,8 +138,7 @@ class OnePassOptimizer(MasterHolder, torch.optim.Optimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
-            arguments.check_group(group)
-            self.algorithm(group)
+            self._check_group(group)
             for p in group["params"]:
                 arguments.check_parameter(p, group["master"])
             shards.check_blocks(group, group["params"])
@@ -153,6 +152,10 @@ class OnePassOptimizer(MasterHolder, torch.optim.Optimizer):
             del self.param_groups[-1]
             raise
         self._hook(group["params"])
+
+    def _check_group(self, group: Group) -> None:
+        arguments.check_group(group)
+        self.algorithm(group)
 
     def _hook(self, params: list[Tensor]) -> None:
         if self.accumulate == "fp32":
@@ -515,8 +518,20 @@ class OnePassOptimizer(MasterHolder, torch.optim.Optimizer):
     def _load_entry(self, p: Tensor, group: Group, place: Place, saved: Mapping[str, Any]) -> None:
         """Return the entry of one parameter from a saved one without masters, of this rank's tensors."""
         weight, name = local_of(p), arguments.name_of(group, place)
-        local_state, _ = checkpoints.restore(name, saved, weight, self._formats(weight, group))
+        local_state, _ = self._restore(name, saved, weight, group)
         shards.show(local_state, self.state.setdefault(p, {}), p)
+
+    def _restore(
+        self,
+        name: str,
+        saved: Mapping[str, Any],
+        weight: Tensor,
+        group: Group,
+        present: Callable[[], Tensor] | None = None,
+        dry: bool = False,
+    ) -> checkpoints.Restored:
+        """Do `checkpoints.restore` of this rank's part of a parameter of the group."""
+        return checkpoints.restore(name, saved, weight, self._formats(weight, group), present, dry)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Group) -> None:

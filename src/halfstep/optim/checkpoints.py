@@ -37,7 +37,8 @@ KEPT = "kept_by_halfstep"
 """Beside an fp32 master: torch's optimizers, which leave a master behind as they train, make it a float."""
 WIDE = torch.int32
 """What lacking bits of shards are saved as: no backend gathers 16-bit integers."""
-_OF_ENTRIES = ("step", "master", "lacking", "weight", KEPT)
+OF_MASTERS = ("master", "lacking", "weight", KEPT)
+"""Under which a saved entry holds what a weight has besides its 16 bits."""
 _EXACTLY = (L.PLAIN, *storage.EXACT, *storage.WITH_MASTER)
 _DTYPES = {L.BF16: torch.bfloat16, L.FP16: torch.float16}
 
@@ -131,7 +132,7 @@ def has_master(saved: Mapping[str, Any]) -> bool:
 
 
 def _check_entry(name: str, saved: Mapping[str, Any], p: Tensor, algorithm: Algorithm) -> None:
-    keys = {*_OF_ENTRIES, *algorithm.states, *(key + EXPONENTS for key in algorithm.states)}
+    keys = {"step", *OF_MASTERS, *algorithm.states, *(key + EXPONENTS for key in algorithm.states)}
     if not algorithm.states:
         keys.update(("momentum_buffer", "momentum_buffer" + EXPONENTS))  # SGD without momentum leaves them
     strange = [key for key, value in saved.items() if key not in keys and isinstance(value, Tensor)]
@@ -240,7 +241,9 @@ def read(
     saved_groups = state_dict["param_groups"]
     sources = match_groups(optimizer.param_groups, saved_groups)
     stays = {*OWN_OPTIONS, *optimizer._fixed_options}
-    groups = [_options(group, saved, stays) for group, saved in zip(optimizer.param_groups, saved_groups)]
+    groups = [
+        _options(optimizer, group, saved, stays) for group, saved in zip(optimizer.param_groups, saved_groups)
+    ]
     saved_states: dict[Tensor, partial[Restored]] = {}
     for p, _, place in optimizer._places():
         saved, group = state_dict["state"].get(sources[place]), groups[place[0]]
@@ -248,30 +251,28 @@ def read(
         if saved is None and (p.requires_grad or not keeps):  # a frozen one has no state but its master
             continue
         present = partial(optimizer.master_of, p) if keeps and not local else None
-        name, formats = arguments.name_of(group, place), optimizer._formats(local_of(p), group)
-        saved_states[p] = partial(_restore_entry, p, name, saved or {}, formats, present, local)
+        restore_here = partial(
+            optimizer._restore, arguments.name_of(group, place), group=group, present=present
+        )
+        saved_states[p] = partial(_restore_entry, p, saved or {}, restore_here, local)
         saved_states[p](dry=True)
     return [{k: v for k, v in group.items() if k != "params"} for group in groups], saved_states
 
 
 def _restore_entry(
-    p: Tensor,
-    name: str,
-    saved: Mapping[str, Any],
-    formats: tuple[Algorithm, int, int],
-    present: Callable[[], Tensor] | None,
-    local: bool,
-    dry: bool = False,
+    p: Tensor, saved: Mapping[str, Any], restore_here: Any, local: bool, dry: bool = False
 ) -> Restored:
     own = saved if local else {key: shards.local_part(key, value, p) for key, value in saved.items()}
-    return restore(name, own, local_of(p), formats, present, dry)
+    return restore_here(saved=own, weight=local_of(p), dry=dry)
 
 
-def _options(group: Group, saved: Mapping[str, Any], stays: Collection[str]) -> Group:
+def _options(
+    optimizer: OnePassOptimizer, group: Group, saved: Mapping[str, Any], stays: Collection[str]
+) -> Group:
     options = {**group, **{k: v for k, v in saved.items() if k not in stays}}
     if "param_names" in saved:
         options.setdefault("param_names", saved["param_names"])
-    arguments.check_group(options)
+    optimizer._check_group(options)
     return options
 
 

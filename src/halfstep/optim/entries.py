@@ -70,11 +70,11 @@ def _normalize_moment(entry: Entry, key: str, index: int, p: Tensor, state_kind:
                 shape, L.LEAST_EXPONENT, dtype=torch.uint8, device=p.device
             )
         return
-    _check(key, state, p, name)
+    check_moment(key, state, p, name)
     old_entry, exponents = {stored_key: state}, None
     if state.dtype == torch.uint8:
         exponents = entry.get(key + "_exponents")
-        _check_exponents(key, exponents, state, name)
+        check_exponents(key, exponents, state, name)
         old_entry[key + "_exponents"] = exponents
     placed = _is_placed_as(state, p) and all(t.device == p.device for t in old_entry.values())
     for old in (key, key + storage.CODES, key + "_exponents"):
@@ -83,7 +83,8 @@ def _normalize_moment(entry: Entry, key: str, index: int, p: Tensor, state_kind:
     entry.update(old_entry if fits else moment(key, index, state, exponents, p, state_kind))
 
 
-def _check(key: str, state: Any, p: Tensor, name: str) -> None:
+def check_moment(key: str, state: Any, p: Tensor, name: str) -> None:
+    """Raise ConfigError unless a state of `p` is a dense tensor of its shape."""
     if (
         not isinstance(state, Tensor)
         or state.layout is not torch.strided
@@ -100,7 +101,8 @@ def _check(key: str, state: Any, p: Tensor, name: str) -> None:
         raise ConfigError(f"the state {key!r} of {name} is {state.dtype}, expected floating numbers")
 
 
-def _check_exponents(key: str, exponents: Any, state: Tensor, name: str) -> None:
+def check_exponents(key: str, exponents: Any, state: Tensor, name: str) -> None:
+    """Raise ConfigError unless these are the exponents of a state in 8-bit codes."""
     shape = storage.exponents_shape(state)
     fits = isinstance(exponents, Tensor) and exponents.dtype == torch.uint8 and exponents.is_contiguous()
     if not fits or exponents.shape != shape:

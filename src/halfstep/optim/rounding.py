@@ -63,6 +63,13 @@ def random_bits(
     element, even over panels and steps. `key` and `first` are those of all elements or, as tensors,
     of each: joined tensors begin again. `width`: of the rows of 8-bit states.
     """
+    whole_blocks = width is None or width % BLOCK == 0
+    if isinstance(key, int) and isinstance(first, int) and first % PANEL == 0 and whole_blocks:
+        # a word for each panel instead of each element, which takes an eighth of the time
+        panels = torch.arange(-first // PANEL, -((first - count) // PANEL), device=device)
+        lanes = (torch.arange(PANEL, device=device) * WEYL) & WORD
+        words = cast(Tensor, scramble((panels * WEYL + key) & WORD))
+        return (words[:, None] ^ lanes).view(-1)[:count]
     index = torch.arange(count, device=device, dtype=torch.int64)
     index = place_of(index if isinstance(first, int) and first == 0 else index - first, width)
     words = cast(Tensor, scramble((index // PANEL * WEYL + key) & WORD))

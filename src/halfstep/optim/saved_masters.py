@@ -23,9 +23,6 @@ from halfstep.policy.levels import LOW_DTYPES
 from halfstep.torch_private import has_load_hooks, is_traceable_wrapper_subclass
 from halfstep.trees import parameters_of
 
-_OWN = ("master", "lacking", "weight", checkpoints.KEPT)
-_SIGNED = ("exp_avg", "momentum_buffer")
-
 
 class SavedMasters:
     """Load hooks of a torch optimizer, which take out of a state what only `halfstep` keeps, and use it.
@@ -90,7 +87,8 @@ def _widen_count(entry: Any) -> Any:
 
 def _is_own(entry: Any) -> bool:
     return isinstance(entry, Mapping) and any(
-        key in _OWN or str(key).endswith(storage.CODES) for key in cast("Mapping[Any, Any]", entry)
+        key in checkpoints.OF_MASTERS or str(key).endswith(storage.CODES)
+        for key in cast("Mapping[Any, Any]", entry)
     )
 
 
@@ -114,12 +112,12 @@ def _value(name: str, entry: Mapping[str, Any], p: Tensor) -> Tensor | None:
 
 def _plain(entry: Mapping[str, Any], p: Tensor) -> dict[str, Any]:
     """Return the entry as torch's optimizers read it: no master, and fp32 in the place of 8-bit codes."""
-    plain = {key: value for key, value in entry.items() if key not in _OWN}
+    plain = {key: value for key, value in entry.items() if key not in checkpoints.OF_MASTERS}
     for coded in [key for key in plain if str(key).endswith(storage.CODES)]:
-        key = coded.removesuffix(storage.CODES)
-        codes, exponents = plain.pop(coded), plain.pop(key + storage.EXPONENTS, None)
+        key, index = storage.moment_of(coded)
+        exponents_name = coded.removesuffix(storage.CODES) + storage.EXPONENTS
+        codes, exponents = plain.pop(coded), plain.pop(exponents_name, None)
         if isinstance(codes, Tensor) and codes.dtype == torch.uint8 and codes.shape == p.shape:
-            index = 0 if key in _SIGNED else 1
             plain.update(entries.moment(key, index, codes, exponents, p, L.STATE_FP32))
         else:
             raise CheckpointError(f"the saved {coded} are no 8-bit state of a parameter of {list(p.shape)}")

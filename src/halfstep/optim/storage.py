@@ -32,6 +32,23 @@ def name_of_moment(key: str, state_kind: int) -> str:
     return key + CODES if state_kind == L.STATE_8BIT else key
 
 
+SIGNED = ("exp_avg", "momentum_buffer")
+"""Moments that are signed by their name; others say so before the end of theirs."""
+_SIGN = "_signed"
+
+
+def name_of_codes(key: str, signed: bool) -> str:
+    """Return what the names of 8-bit codes and exponents of a state begin with."""
+    return key + _SIGN if signed and key not in SIGNED else key
+
+
+def moment_of(stored: str) -> tuple[str, int]:
+    """Return the name of a moment by that of its codes or exponents, and 0 for signed codes, else 1."""
+    name = stored.removesuffix(CODES).removesuffix(EXPONENTS)
+    key = name.removesuffix(_SIGN) if name != stored else name
+    return key, 0 if key in SIGNED or key != name else 1
+
+
 def local_tensor(t: Tensor) -> Tensor:
     """The tensor whose memory the kernels read and change for `t`, a parameter or gradient: `t` itself.
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from halfstep.errors import UnsupportedError
 from halfstep.optim import storage
 from halfstep.optim.base import OnePassOptimizer
+from halfstep.optim.compacted import Compact
 from halfstep.optim.master_link import split_bounded
 from halfstep.policy.levels import LOW_DTYPES, Level, level_of
 from halfstep.policy.plan import Plan
@@ -73,11 +74,11 @@ def footprint(
         apply_precision(precision, models, one_pass, [], {})
     low = {p for p in theirs if precision.masters and p.dtype in LOW_DTYPES}
     late = states or _make_states(others)
-    entries = [
-        (k in storage.MASTER_KEYS, t) for o in one_pass for e in o.state.values() for k, t in e.items()
-    ]
-    masters = 4 * sum(p.numel() for p in low) + _bytes(t for is_master, t in entries if is_master)
-    early = _bytes(t for is_master, t in entries if not is_master)
+    of_masters, early = _bytes_of_entries(one_pass)
+    masters = 4 * sum(p.numel() for p in low) + of_masters
+    compacted = [o for o in one_pass if isinstance(o, Compact)]
+    _make_states(compacted)
+    late += _bytes_of_entries(one_pass)[1] - early
     gradients = sum(p.numel() * p.element_size() for p in theirs)
     for o in others:  # which reads fp32 copies: all of them, or a part at a time
         mine = [p for p in parameters_of(o) if p in low]
@@ -87,16 +88,28 @@ def footprint(
     for o in one_pass:  # released ones are there one at a time
         sizes = [p.numel() * (p.grad_dtype or p.dtype).itemsize for p in parameters_of(o) if p.requires_grad]
         gradients += max(sizes, default=0) if o.release else sum(sizes)
+    widened = max((o.bytes_of_bucket() for o in compacted), default=0)
     prepared = (weights := _bytes_of_models(models)) + masters + early
     rest = prepared + late
     return Footprint(
         count, weights, masters, early + late, gradients, rest, max(built + largest, prepared),
-        rest + gradients, rest + largest, rest + largest,
+        rest + gradients + widened, rest + largest, rest + largest,
     )  # fmt: skip
 
 
 def _bytes_of_models(models: Sequence[nn.Module]) -> int:
     return _bytes({id(t): t for m in models for t in (*m.parameters(), *m.buffers())}.values())
+
+
+def _bytes_of_entries(optimizers: Iterable[torch.optim.Optimizer]) -> tuple[int, int]:
+    """Return the bytes of masters and of states."""
+    found = [
+        (k in storage.MASTER_KEYS, t) for o in optimizers for e in o.state.values() for k, t in e.items()
+    ]
+    tensors = [(is_master, t) for is_master, t in found if isinstance(t, Tensor)]
+    return _bytes(t for is_master, t in tensors if is_master), _bytes(
+        t for is_master, t in tensors if not is_master
+    )
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

@@ -75,18 +75,26 @@ def by_reference(bundle: TensorGroup, decision: Decision, seed: int) -> Tensor |
 def _hyper(bundle: TensorGroup, decision: Decision, on_host: bool) -> tuple[Mapping[str, Any], Number]:
     """Return the group and the gradients' factor, with Python numbers or those of the device."""
     device, group = bundle.device, bundle.group
+    factor = factor_of(decision, bundle.number, device, on_host)
     if on_host:
         hyper = numbers_of(group)
-        return hyper, as_float32(decision.factor(bundle.number)) * (-1 if hyper["maximize"] else 1)
+        return hyper, -factor if hyper["maximize"] else factor
     if "betas" in group:
         check_betas(group["betas"])
     hyper = {k: _there(v, device).to(_wide(device)) if isinstance(v, Tensor) else v for k, v in group.items()}
-    factor: Number = -1.0 if group["maximize"] else 1.0
-    for scalar in decision.factors(bundle.number):
+    return hyper, -factor if group["maximize"] else factor
+
+
+def factor_of(decision: Decision, number: int, device: torch.device, on_host: bool) -> Number:
+    """Return what the gradients of a parameter group are multiplied by, in fp32; on a device a tensor."""
+    if on_host:
+        return as_float32(decision.factor(number))
+    factor: Number = 1.0
+    for scalar in decision.factors(number):
         scalar = clip_coefficient(*scalar) if isinstance(scalar, Clip) else scalar
         if scalar is not None:
             factor = _there(scalar, device).to(torch.float32) * factor
-    return hyper, factor
+    return factor
 
 
 def _wide(device: torch.device) -> torch.dtype:
