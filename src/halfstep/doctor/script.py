@@ -251,7 +251,8 @@ def _examine(order: Order, label: str) -> Document:
         investigation.rerun_result.counts,
         [] if rerun.interrupted else investigation.notes,
     )
-    document.lint = list({(f.rule, f.where): f for f in investigation.rerun_result.lint}.values())
+    lint = {(f.rule, f.where): f for f in reversed(investigation.rerun_result.lint)}  # the first of a line
+    document.lint = [*lint.values()][::-1]
     if document.steps == 0 and rerun.interrupted:
         raise KeyboardInterrupt
     if document.steps == 0 and not document.bad:
