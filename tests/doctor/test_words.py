@@ -56,10 +56,10 @@ for x, y in batches():
 }
 #: In the code of each cure of a door there is one of the first and none of the second.
 WORDS = {
-    "scaler": (r"torch\.|x \*", r"hs\.|amp\.step|policy"),
-    "session": (r"hs\.prepare|x \*", r"hs\.Trainer|torch\.autocast|GradScaler"),
-    "trainer": (r"hs\.Trainer|x \*", r"hs\.prepare|torch\.autocast|GradScaler"),
-    "plain": (r"torch\.bfloat16|inputs \.float\(\)|x \*", r"hs\.|amp\.|policy|GradScaler|autocast"),
+    "scaler": (r"torch\.|2\.0\*\*-?\d", r"hs\.|amp\.step|policy"),
+    "session": (r"hs\.prepare|2\.0\*\*-?\d", r"hs\.Trainer|torch\.autocast|GradScaler"),
+    "trainer": (r"hs\.Trainer|2\.0\*\*-?\d", r"hs\.prepare|torch\.autocast|GradScaler"),
+    "plain": (r"torch\.bfloat16|inputs \.float\(\)|2\.0\*\*-?\d", r"hs\.|amp\.|policy|GradScaler|autocast"),
 }
 
 
@@ -73,3 +73,28 @@ def test_cures_are_written_in_the_words_of_the_script(door, tmp_path, monkeypatc
     codes = [cure.code for cure in fault.cures if cure.code]
     assert len(codes) >= 2
     assert [code for code in codes if not re.search(own, code) or re.search(other, code)] == []
+
+
+@pytest.mark.parametrize(
+    ("line", "written"),
+    [
+        ("out = x * net(x) / x.norm(dim=1)", "out = x * net(x) / x.norm(dim=1).clamp_min(0.0001)"),
+        ("out = torch.div(x * net(x), x.sum(1))", "out = torch.div(x * net(x), x.sum(1).clamp_min(0.0001))"),
+        ("out = net(x) + x.sum(1).log()", "out = net(x) + x.sum(1).clamp_min(0.0001).log()"),
+    ],
+)
+def test_a_cure_of_an_op_is_told_as_the_line_that_it_makes(line, written, tmp_path, monkeypatch):
+    text = f"""
+import torch
+net = torch.nn.Linear(4, 4)
+opt = torch.optim.SGD(net.parameters(), lr=1e-3)
+for i in range(6):
+    x = torch.rand(4, 4) * (i != 3)
+    {line}
+    loss = out.square().mean()
+    opt.zero_grad()
+    loss.backward()
+    opt.step()
+"""
+    document = examine(Script("lines", text), tmp_path, monkeypatch)
+    assert document.headline.endswith(f"cure: {written}")

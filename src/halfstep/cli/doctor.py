@@ -40,6 +40,8 @@ def run(
     diff: Flag = False,
     write_plan: Annotated[Path | None, with_metavar("FILE")] = None,
     json: Flag = False,
+    module: Annotated[Flag, tyro.conf.arg(aliases=["-m"])] = False,
+    exit_zero: Flag = False,
 ) -> int:
     """Run some steps under watch and name what goes wrong: exit code 0 when nothing does, else 1.
 
@@ -58,6 +60,8 @@ def run(
         diff: Print a unified diff that writes the cures into the script; the verdict goes to standard error.
         write_plan: Write the cures that a plan can say to this TOML file, for hs.prepare(plan=...).
         json: Print JSON instead of the verdict.
+        module: What is given is the name of a module, package.module, to be run as `python -m` does.
+        exit_zero: Exit with code 0 also where something is wrong; torchrun takes another for a crash.
     """
     if steps < 0:
         raise ConfigError(f"--steps {steps}: expected 1 or more, or 0 for all steps that a script takes")
@@ -68,8 +72,10 @@ def run(
         )
     check_report(report)
     check_report(write_plan, "--write-plan")
-    if target.endswith(".py"):
-        document = _examine_script(Path(target), args, steps, seed, diff, write_plan is not None)
+    if module or target.endswith(".py"):
+        path = _file_of(target) if module else Path(target)
+        name = target if module else ""
+        document = _examine_script(path, args, steps, seed, diff, write_plan is not None, name)
         if document is None:
             return 0
     else:
@@ -97,16 +103,30 @@ def run(
         sys.stdout.write(document.diff)
     if document.ended_by == INTERRUPT:
         return INTERRUPTED
-    return 0 if document.healthy else FAULT
+    return 0 if document.healthy or exit_zero else FAULT
+
+
+def _file_of(name: str) -> Path:
+    """Return the file that `python -m name` runs, found without importing what it belongs to."""
+    path = Path(*name.split("."))
+    files = [path.with_suffix(".py"), path / "__main__.py"]
+    found = (root / file for root in map(Path, ["", *sys.path]) for file in files if (root / file).is_file())
+    if (file := next(found, None)) is None:
+        raise ConfigError(
+            f"-m {name}: no {files[0]} or {files[1]} here or on sys.path; expected a module, as for python -m"
+        )
+    return file
 
 
 def _examine_script(
-    path: Path, args: Sequence[str], steps: int, seed: int, diff: bool, plan: bool
+    path: Path, args: Sequence[str], steps: int, seed: int, diff: bool, plan: bool, module: str
 ) -> Document | None:
     """Return what all ranks of torchrun found, on rank 0; None on the others, which have nothing to say."""
     with joined(torch.device("cpu")):
         try:
-            document = examine_script(path, args, steps, seed, forked=can_copy(), diff=diff, plan=plan)
+            document = examine_script(
+                path, args, steps, seed, forked=can_copy(), diff=diff, plan=plan, module=module
+            )
         except ConfigError:
             if rank() == 0:
                 raise

@@ -41,6 +41,23 @@ def write_dose(text: str, dose: Remedy, location: OpLocation) -> Iterator[str]:
             yield new
 
 
+def write_codes(text: str, path: Path, faults: Sequence[Fault]) -> None:
+    """Put cures that name an op's operands in the script's words: the line as the first way writes it."""
+    for fault in faults:
+        here = fault.location.file and Path(fault.location.file).resolve() == path.resolve()
+        for cure in fault.cures if here else ():
+            if cure.doses and cure.kind in ("clamp", "scale"):
+                new = next(write_dose(text, cure.doses[0], fault.location), text)
+                cure.code = _changed_line(text, new) or cure.code
+
+
+def _changed_line(old: str, new: str) -> str:
+    """Return the one line of a text that is new in it, else nothing."""
+    before = {*old.splitlines()}
+    lines = [line.strip() for line in new.splitlines() if line not in before]
+    return lines[0] if len(lines) == 1 else ""
+
+
 def with_plan(text: str, path: str) -> str:
     """Pass a plan's file where the session or the trainer is made, unless a plan is passed there."""
     script = Script(text)
@@ -85,6 +102,7 @@ def _first_lasting_cure(text: str, document: Document, attempt: Attempt) -> tupl
                 holding.append((bool(result.faults), not all(map(math.isfinite, result.losses)), new, result))
                 if _is_untried(cure):
                     cure.mark_working(cure.doses[0], result.steps)
+                cure.code = _changed_line(text, new) or cure.code
                 break
         if holding and not holding[-1][0]:
             break

@@ -2,8 +2,9 @@
 
 A step begins where the one before it ended (or, with workers that load data, at its first forward or
 autocast region, so that its batch is there already), and ends where a Session, a GradScaler or an optimizer
-is stepped. Where the process can be copied, it is forked at the beginning of each step, and a copy runs the
-step again under the tape, and again with each cure. A run that is started to run a step again does the same
+is stepped; one that the script drops, since a value that it read was not finite, ends where the next begins,
+or with the script. Where the process can be copied, it is forked at the beginning of each step. A copy runs
+the step again under the tape, and again with each cure. A run started to run a step again does as much
 from the moment at which that step begins. `Participants` knows who takes part.
 """
 
@@ -31,7 +32,7 @@ from halfstep.doctor.ledger import (
     options_of_groups,
     read_amaxes,
 )
-from halfstep.doctor.process import SECONDS, ForkPoint, Order, StopScript
+from halfstep.doctor.process import SECONDS, ForkPoint, Order, StopScript, in_words
 from halfstep.names import fqn
 from halfstep.numerics.fault import Investigation, RerunRequest, RerunResult, SuspectStep
 from halfstep.numerics.histogram import amax as largest_of
@@ -180,6 +181,9 @@ class Examiner:
         self._copied = 0.0
         """When this process became a copy; 0 in the run itself."""
         self._signed = False
+        self._evaluated = False
+        self._owner: object = self
+        """What was stepped last."""
         self.took_effect: Met | None = None
         """Of a cure that is in place: whether it met what it changes."""
         self._copies = ForkPoint(self)
@@ -222,9 +226,34 @@ class Examiner:
                 self._copies.fork_here()
                 self._go_on()
 
+    def on_evaluation(self) -> None:
+        """Record a forward without gradients."""
+        self._evaluated = True
+
+    def on_read(self) -> None:
+        """Record that the script read a value that is not finite; before a forward it is the last step's."""
+        self.ledger.now.read = self.ledger.now.read or self._signed or self._evaluated
+
+    def on_new_forward(self) -> None:
+        """End the step that the script dropped, as the model is called for the next."""
+        if self._note_dropped() and self._signed:
+            self.on_step(self._owner, skipped=True, finite=True)
+
+    def _note_dropped(self) -> bool:
+        """Whether the last that the script did with this step was to read a value that is not finite."""
+        now = self.ledger.now
+        dropped = now.read and now.bad != "error"
+        if dropped:
+            self.ledger.blame("loss" if now.loss is None else "gradient")
+            now.loss = math.nan if now.loss is None else now.loss
+            if self.taping is not None:
+                self._end_tape(dropped=True)
+        now.read = False
+        return dropped
+
     def _begin(self) -> None:
         """Begin the next step; with workers that load its batch, only at its first forward or region."""
-        self._signed = False
+        self._signed = self._evaluated = False
         if not multiprocessing.active_children():
             self._copies.fork_here(freely=False)
             self._go_on()
@@ -273,6 +302,7 @@ class Examiner:
             for p, (gradient, version) in self._used.items()
             if p.grad is gradient and gradient._version == version and bool(gradient.any())
         }
+        self.ledger.now.read = False
         scale = self.participants.scale()
         value = float(loss.detach())
         self.ledger.now.loss, self.ledger.now.scale = value / scale, scale
@@ -365,7 +395,7 @@ class Examiner:
 
     def on_step(self, owner: object, skipped: bool, finite: bool) -> None:
         """End a step."""
-        now = self.ledger.now
+        now, self._owner = self.ledger.now, owner
         self.ledger.number(owner)
         if self.taping is not None:
             self._end_tape()
@@ -478,33 +508,33 @@ class Examiner:
 
     # The tape.
 
-    def _end_tape(self, error: BaseException | None = None) -> None:
+    def _end_tape(self, error: BaseException | None = None, dropped: bool = False) -> None:
         taping, self.taping = self.taping, None
         assert taping is not None
         taping.tape.batch = f"batch {self.ledger.now.number + 1}"
-        trace = taping.end(self.participants.parts, error)
+        trace = taping.end(self.participants.parts, error, dropped=dropped)
         self.rerun_result.counts = trace.rows()
         self.rerun_result.lint = list(dict.fromkeys(self._lint.list_findings()))
         if trace.bad is not None:
             trace.bad.step = self.ledger.now.number
             self.rerun_result.faults.append(trace.bad)
 
-    def on_error(self, error: BaseException) -> None:
-        """Record that the script raised."""
+    def on_end(self, error: BaseException | None = None) -> None:
+        """Record that the script is over, by an error or maybe in a step that it dropped."""
+        index, now = self.done, self.ledger.now
+        if error is not None:
+            now.bad = "error"
+        dropped = self._note_dropped()
+        if error is not None:
+            self.rerun_result.error = in_words(error, self.ledger.iterations)
         if self.taping is not None:
             self._end_tape(error)
-        if self.active_request is not None:
-            self.ledger.now.bad = "error"
-            self.ledger.notes.append(self.ledger.now)
-        elif self.request is None:
-            self.investigation.rerun(
-                SuspectStep(self.done, self.ledger.now.number, bad="error", lasting_damage=True)
-            )
-
-    def on_end(self) -> None:
-        """Record that the script is over."""
-        if self.taping is not None:
-            self._end_tape()
+        if self.active_request is not None or (dropped and self._signed):  # an evaluation is no step
+            self.ledger.notes += [now] if now.bad else []
+        if error is not None and self.request is None:
+            self.investigation.rerun(SuspectStep(index, now.number, bad="error", lasting_damage=True))
+        elif dropped:
+            self._judge(now, index)
         if self.active_request is not None:
             self.report_result()
         else:  # a copy that did not come so far

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +18,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from halfstep.doctor.document import INTERRUPT, Document, add_watched
 from halfstep.doctor.examiner import Examiner
+from halfstep.doctor.files import Journal, Layer
 from halfstep.doctor.ledger import note_conversions
 from halfstep.doctor.process import Order, RunFindings, in_words, replace, run_main, seed
 from halfstep.numerics.fault import RerunResult
-from halfstep.numerics.tape import users_names
+from halfstep.numerics.tape import READS, is_users, reads_nonfinite, users_names
 from halfstep.numerics.watch import leave
 from halfstep.session import setup
 from halfstep.torch_private import disable_current_modes, graph_task
@@ -62,6 +65,9 @@ class Hooks:
             replace(self._stack, owner, "zero_grad", self._on_clear)
         replace(self._stack, torch.autocast, "__enter__", self._on_enter)
         replace(self._stack, torch.Tensor, "backward", self._on_backward)
+        for call in READS:
+            for owner in (torch.Tensor, torch) if hasattr(torch, call) else (torch.Tensor,):
+                replace(self._stack, owner, call, partial(self._on_read, call))
         replace(self._stack, torch.autograd, "grad", self._on_grad)
 
     @staticmethod
@@ -116,6 +122,13 @@ class Hooks:
             stepped, self._within = self._within, None
             self._examiner.on_step(stepped, skipped=False, finite=True)
 
+    def _on_read(self, call: str, read: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Report a value that is not finite and that the script itself reads, outside of its model."""
+        outside = self._root is None and not torch.compiler.is_compiling()
+        if outside and is_users(sys._getframe(2).f_code.co_filename) and reads_nonfinite(call, args):
+            self._examiner.on_read()
+        return read(*args, **kwargs)
+
     def _on_grad(self, grad: Callable[..., Any], outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Report gradients of many tensors at once, where no optimizer is: a step made by hand."""
         grads = grad(outputs, inputs, *args, **kwargs)
@@ -145,8 +158,13 @@ class Hooks:
         return result
 
     def _on_forward(self, module: nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or _in_backward():
+        if torch.compiler.is_compiling() or _in_backward():
             return
+        if not torch.is_grad_enabled():
+            self._examiner.on_evaluation()
+            return
+        if self._root is None and self._examiner.participants.is_root(module):
+            self._examiner.on_new_forward()
         before = self._examiner.taping
         if self._by_hand:  # a forward after a backward, where no optimizer is: the step before it is over
             self._by_hand = False
@@ -210,6 +228,10 @@ def run_order(order: Order) -> RunFindings | RerunResult | None:
     seed(order.seed)
     examiner = Examiner(order)
     with ExitStack() as stack:
+        if order.files and order.is_first:
+            Journal(order.files).keep(stack, replace)
+        elif order.files:
+            Layer(order.files, copy=False).install(stack, replace)
         note_conversions(stack, examiner.ledger.flushes)
         request = order.request
         if request is not None:
@@ -217,14 +239,13 @@ def run_order(order: Order) -> RunFindings | RerunResult | None:
         Hooks(examiner, stack).install()
         replace(stack, torch, "compile", _compile_disabled)  # it hides the ops
         stack.enter_context(examiner.around)  # the cures, put in place over the hooks, go before them
-        error = run_main(order.script, order.args, order.text)
+        error = run_main(order.script, order.args, order.text, order.module)
         if isinstance(error, KeyboardInterrupt):
             examiner.ended_by, error = INTERRUPT, None
-        if error is not None:
-            examiner.on_error(error)
-        examiner.on_end()
+        examiner.on_end(error)
     if request is not None:
-        return examiner.rerun_result if examiner.active_request is not None else None
+        known = examiner.active_request is not None or bool(examiner.rerun_result.error)
+        return examiner.rerun_result if known else None
     return _collect_findings(order, examiner, error and in_words(error, examiner.ledger.iterations))
 
 

@@ -80,7 +80,8 @@ class Note:
 
     `update`, `size`: Euclidean lengths of the update and the weights before it. `rates`, `options`: learning
     rate and further options by group; `schedule`: the class of what sets the rates. `rows`: where inputs are
-    largest. `nonfinite`: whose gradients are not finite as a step begins that may be skipped. `stale`: a
+    largest. `nonfinite`: whose gradients are not finite as a step begins that may be skipped. `read`: whether
+    the script read a value that was not finite, and did not go backward from it since. `stale`: a
     parameter whose gradient is in part that of the step before; `flushed`: second moments that became zero.
     """
 
@@ -98,6 +99,7 @@ class Note:
     gradient: float = 0.0
     silent: str = ""
     nonfinite: frozenset[str] = frozenset()
+    read: bool = False
     inputs: dict[str, float] = field(default_factory=dict[str, float])
     rows: dict[str, int] = field(default_factory=dict[str, int])
     outputs: dict[str, float] = field(default_factory=dict[str, float])

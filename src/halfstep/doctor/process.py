@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import io
 import multiprocessing
 import os
@@ -26,6 +27,8 @@ import traceback
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
+from importlib.util import spec_from_file_location
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -36,6 +39,7 @@ import torch
 from torch import Tensor
 
 from halfstep.doctor.document import Document
+from halfstep.doctor.files import Layer, detach_open_files, let_write_only
 from halfstep.doctor.ledger import Ledger
 from halfstep.numerics.fault import RerunRequest, RerunResult, SuspectStep
 from halfstep.numerics.tape import is_users
@@ -49,7 +53,9 @@ class Order:
     """A script to run for `steps` iterations (0: to its end), or, with `request`, until that has been run.
 
     `copies`: whether the run may be copied; `forked`: whether its process is a copy of the first one's.
-    `text`: what to run in place of what the file holds.
+    `text`: what to run in place of what the file holds. `files`: a folder that the script's runs share, for
+    what its files were and what is written when it runs again (see `files.py`); none: files are not kept.
+    `module`: the name by which `python -m` starts the script, if that is how it is started.
     """
 
     script: str
@@ -60,6 +66,13 @@ class Order:
     copies: bool = True
     forked: bool = False
     text: str | None = None
+    files: str = ""
+    module: str = ""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the run that writes the script's files."""
+        return self.request is None and self.text is None
 
 
 @dataclass
@@ -107,6 +120,7 @@ class ForkPoint:
         self._asker: Connection | None = None
         self._began = self._latest = time.monotonic()
         self._took = 0.0
+        self._around = contextlib.ExitStack()
 
     def fork_here(self, freely: bool = True) -> None:
         """Fork the process here; without `freely` only if the last fork is not recent.
@@ -124,12 +138,20 @@ class ForkPoint:
             ours.close()
             request = _wait_for_orders(theirs)
             self._may, self._held, self._asker = False, None, theirs
+            self._leave_files_alone(self._examiner.order.files)
             self._examiner.run_as_copy(request)
             return
         theirs.close()
         self._held = child, ours
         self._latest = time.monotonic()
         self._took = self._latest - began
+
+    def _leave_files_alone(self, folder: str) -> None:
+        """Have this copy write to the folder only, what it holds open included."""
+        if folder:
+            detach_open_files(folder)
+            Layer(folder, copy=True).install(self._around, replace)
+            let_write_only(folder)
 
     def run(self, request: RerunRequest) -> RerunResult | None:
         """Return the result of a copy that goes on from the fork; it cannot begin at the start.
@@ -206,12 +228,16 @@ def seed(number: int) -> None:
 
 def replace(stack: contextlib.ExitStack, owner: Any, name: str, instead: Callable[..., Any]) -> None:
     """Replace a function or method by `instead(function, *arguments)` until the stack closes."""
-    function = getattr(owner, name)
+    function, inherited = getattr(owner, name), name not in vars(owner)
 
+    @functools.wraps(function)  # where a mode is active, torch hands it this one, looked up by its name
     def call_instead(*args: Any, **kwargs: Any) -> Any:
         return instead(function, *args, **kwargs)
 
-    stack.callback(setattr, owner, name, function)
+    if inherited:
+        stack.callback(delattr, owner, name)
+    else:
+        stack.callback(setattr, owner, name, function)
     setattr(owner, name, call_instead)
 
 
@@ -219,18 +245,25 @@ class StopScript(BaseException):
     """Raised to end a script after the last step that was asked for."""
 
 
-def run_main(script: str, args: Sequence[str], text: str | None = None) -> BaseException | None:
+def run_main(
+    script: str, args: Sequence[str], text: str | None = None, name: str = ""
+) -> BaseException | None:
     """Run a script, or this text of it, as `__main__`; return its error, if it failed.
 
-    An exit with a status other than 0, or with a message, is a failure.
+    An exit with a status other than 0, or with a message, is a failure. `name`: that of the module by which
+    `python -m` starts it, so that its relative imports work and the current folder is the first looked in.
     """
     argv, path, main = sys.argv, list(sys.path), sys.modules["__main__"]
     sys.argv = [script, *args]
-    sys.path.insert(0, str(Path(script).resolve().parent))
+    sys.path.insert(0, os.getcwd() if name else str(Path(script).resolve().parent))
     module = types.ModuleType("__main__")
     module.__file__ = script
     sys.modules["__main__"] = module
     try:
+        if name:
+            module.__spec__ = spec_from_file_location(name, script)
+            module.__package__ = name.rpartition(".")[0]
+            import_module(module.__package__ or name)
         code = compile(Path(script).read_bytes() if text is None else text, script, "exec")
         exec(code, vars(module))
     except StopScript:
@@ -268,13 +301,16 @@ def to_bytes(value: Any) -> bytes:
     return out.getvalue()
 
 
-def carry_out(folder: str, pipe: str = "") -> None:
+def carry_out(folder: str, files: str = "", pipe: str = "") -> None:
     """Call the function pickled in a folder and leave its result there: the main of a fresh process.
 
-    `pipe`: the number of a pipe whose other end the asking process holds.
+    `files`: the only folder in which it may write. `pipe`: the number of a pipe whose other end the asking
+    process holds.
     """
     if pipe:
         _end_with(int(pipe))
+    if files:
+        let_write_only(files)
     run = pickle.loads((Path(folder) / "run").read_bytes())
     (Path(folder) / "found").write_bytes(to_bytes(run()))
 
@@ -297,9 +333,11 @@ def run_in_process(
     environment: Mapping[str, str],
     forked: bool = False,
     patient: bool = False,
+    files: str = "",
 ) -> tuple[Any, str]:
     """Return the result of `run` in a process of its own (None: it had none), and its standard error.
 
+    With `files` it may write in that folder only, where the system can see to that.
     `run` and its result are pickled. The process has a session of its own, so that Ctrl-C reaches
     this one alone, and ends when this one does; but not on Windows, where Ctrl-C reaches both.
 
@@ -309,20 +347,20 @@ def run_in_process(
     """
     interrupted, posix = False, hasattr(os, "fork")
     ours, theirs = os.pipe()[::-1]
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory(dir=files or None) as name:
         folder = Path(name)
         (folder / "run").write_bytes(to_bytes(run))
         with (folder / "said").open("wb") as errors:
             child: Any
             if forked:
-                arguments = name, errors.fileno(), ours, theirs
+                arguments = name, files, errors.fileno(), ours, theirs
                 child = multiprocessing.get_context("fork").Process(target=_in_copy, args=arguments)
                 child.start()
                 join = child.join
             else:
                 options: dict[str, Any] = {"pass_fds": [theirs], "start_new_session": True} if posix else {}
                 child = subprocess.Popen(
-                    [sys.executable, "-c", _START, name, *([str(theirs)] if posix else [])],
+                    [sys.executable, "-c", _START, name, files, *([str(theirs)] if posix else [])],
                     stdout=subprocess.DEVNULL, stderr=errors, env=environment, **options,
                 )  # fmt: skip
                 join = child.wait
@@ -361,7 +399,7 @@ def _end_with(pipe: int) -> None:
     fcntl.fcntl(pipe, fcntl.F_SETFL, os.O_ASYNC)
 
 
-def _in_copy(folder: str, errors: int, ours: int, theirs: int) -> None:
+def _in_copy(folder: str, files: str, errors: int, ours: int, theirs: int) -> None:
     """Call the function pickled in the folder, in a copy of the first process, then end it."""
     os.setsid()
     os.close(ours)
@@ -369,6 +407,6 @@ def _in_copy(folder: str, errors: int, ours: int, theirs: int) -> None:
     os.dup2(errors, 2)
     atexit._clear()
     try:
-        carry_out(folder, str(theirs))
+        carry_out(folder, files, str(theirs))
     finally:
         atexit._run_exitfuncs()

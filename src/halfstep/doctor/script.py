@@ -14,6 +14,7 @@ import dataclasses
 import os
 import re
 import socket
+import tempfile
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -23,7 +24,8 @@ import torch.distributed as dist
 
 from halfstep.distributed import gather, rank, world_size
 from halfstep.doctor.document import INTERRUPT, Document, keep_latest
-from halfstep.doctor.edit import as_diff, mend_script, write_plan
+from halfstep.doctor.edit import as_diff, mend_script, write_codes, write_plan
+from halfstep.doctor.files import MUTED
 from halfstep.doctor.in_script import run_order
 from halfstep.doctor.ledger import Ledger, all_faults, beside, smaller_data
 from halfstep.doctor.process import Interrupted, Order, RunFindings, run_in_process
@@ -74,6 +76,7 @@ def merge_results(rerun_result: RerunResult | None) -> RerunResult | None:
         falls=any(entry.falls for entry in everyone),
         recovers=all(entry.recovers or entry.bad_at is None for entry in everyone),
         steps=min(entry.steps for entry in everyone),
+        error=next((entry.error for entry in everyone if entry.error), ""),
     )
 
 
@@ -150,12 +153,14 @@ def examine_script(
     label: str = "",
     diff: bool = False,
     plan: bool = False,
+    module: str = "",
 ) -> Document:
     """Run the script and return what was found; without `copies` each rerun starts the script again.
 
     `forked`: runs are copies of this process (see `process.can_copy`), which saves loading torch once more.
     `label`: what errors call it, in place of its path. `diff`, `plan`: write the cures that work into the
-    script, or as a plan, and examine the script with these too.
+    script, or as a plan, and examine the script with these too. `module`: the name by which `python -m`
+    starts the script.
 
     Over ranks every rank calls it, runs its own process of the script, and gets the findings of all as one.
 
@@ -173,10 +178,21 @@ def examine_script(
         raise ConfigError(f"{path} is not a Python script: {error}") from error
     single_rank = world_size() == 1
     order = Order(
-        str(path), tuple(args), steps, seed, copies=copies and single_rank, forked=forked and single_rank
-    )
-    document = _examine(order, label or str(path))
+        str(path), tuple(args), steps, seed, copies=copies and single_rank, forked=forked and single_rank,
+        module=module,
+    )  # fmt: skip
+    with tempfile.TemporaryDirectory(prefix="halfstep-") as files:
+        return _examine_and_mend(dataclasses.replace(order, files=files), text, label, findings, diff, plan)
+
+
+def _examine_and_mend(
+    order: Order, text: str, label: str, findings: Sequence[Any], diff: bool, plan: bool
+) -> Document:
+    """Examine the script, and write its cures as a diff or a plan if these are asked for."""
+    path = Path(order.script)
+    document = _examine(order, label or order.script)
     document.lint = [*dict.fromkeys(findings), *document.lint]
+    write_codes(text, path, document.bad)
     attempt = partial(_examine_text, order, document)
     try:
         if document.ended_by == INTERRUPT:
@@ -240,6 +256,8 @@ def _examine(order: Order, label: str) -> Document:
         raise KeyboardInterrupt
     if document.steps == 0 and not document.bad:
         why = document.error or "it ended without stepping an optimizer, GradScaler or Session"
+        hint = "; a module of a package starts by its name: halfstep doctor -m package.module"
+        why += hint if "attempted relative import" in why else ""
         raise ConfigError(f"{label} took no training step: {why}")
     index = min(bad, default=min(4, count - 1))
     for fault in document.bad:
@@ -296,7 +314,9 @@ def _say_outlier(fault: Fault, ledger: Ledger) -> None:
 
 def _in_process(order: Order) -> tuple[Any, str]:
     run = partial(run_order, order)
-    return run_in_process(run, rendezvous_env(), order.forked, order.request is None)
+    again = "" if order.is_first else order.files
+    environment = rendezvous_env() | (MUTED if again else {})
+    return run_in_process(run, environment, order.forked, order.request is None, again)
 
 
 def _first_run(order: Order, label: str) -> RunFindings | str:

@@ -209,7 +209,7 @@ class RerunRequest:
     """A request to rerun the step with index `at` and `more` steps after it.
 
     `cure`: what to apply just before that step, or (`from_start`) at the start of the run. `taped`:
-    the index of a step to tape.
+    the index of a step to tape. `raises`: whether the script raises at that step without a cure.
     """
 
     at: int = 0
@@ -217,6 +217,7 @@ class RerunRequest:
     more: int = 0
     taped: int | None = None
     from_start: bool = False
+    raises: bool = False
 
 
 @dataclass
@@ -227,7 +228,7 @@ class RerunResult:
     `applied`: whether the cure was put in place and met what it changes; `falls`: whether the loss scale goes
     down by itself; `recovers`: whether all that was bad is one skipped update, before others that were made.
     `faults`: what the tape showed; of a run that was cured from its start, all faults. `steps`: how many were
-    run with the cure.
+    run with the cure. `error`: what the script raised, in words.
     """
 
     faults: list[Fault] = field(default_factory=list[Fault])
@@ -238,6 +239,7 @@ class RerunResult:
     falls: bool = False
     recovers: bool = False
     steps: int = 1
+    error: str = ""
 
 
 class Rerun(Protocol):
@@ -315,6 +317,9 @@ def judge(dose: Remedy, fault: Fault, request: RerunRequest, rerun: Rerun) -> tu
         return (WORKS if well and not any(alike(f, fault) for f in tried.faults) else FAILS), steps, None
     if tried.bad_at is None:
         return WORKS, tried.steps, None
+    if tried.error and not request.raises:  # as where it may not write: what it did before counts
+        well = tried.bad_at - request.at
+        return (WORKS, well, None) if well >= _AFTER else ("", 0, None)
     if tried.bad_at == request.at:
         of_values = fault.phase == "forward" or fault.cause.kind == "mathematics"
         if not of_values or dose.scope == "run":
@@ -388,18 +393,20 @@ class Investigation:
             self.unchecked_steps.append(suspect)
         if rerun_result is None or not rerun_result.counts:
             if suspect.bad != "error":
-                self.notes = ["the traced run did not reach that step: the script is not deterministic"]
+                why = "the traced run did not reach that step: the script is not deterministic"
+                error = "" if rerun_result is None else rerun_result.error
+                self.notes = [f"step {suspect.number + 1} could not be run again: {error}" if error else why]
             return
         self._reruns[suspect.bad] += 1
         if not self.rerun_result.counts:
             self.rerun_result.counts, self.rerun_result.lint = rerun_result.counts, rerun_result.lint
         for fault in rerun_result.faults:
-            self._keep(suspect, fault, rerun_result.falls)
+            self._keep(suspect, fault, rerun_result)
         if suspect.bad and not rerun_result.faults:
             text = "was bad in the first run and not when it was traced: nondeterminism, or a compiled region"
             self.notes = [f"step {suspect.number + 1} {text} that differs from eager"]
 
-    def _keep(self, suspect: SuspectStep, fault: Fault, falls: bool) -> None:
+    def _keep(self, suspect: SuspectStep, fault: Fault, rerun_result: RerunResult) -> None:
         faults = self.rerun_result.faults
         twin = next((other for other in faults if fault.same_as(other)), None)
         if twin is not None and twin.masked_by is None:
@@ -410,8 +417,10 @@ class Investigation:
         taped = not suspect.bad or fault.underflow or bool(fault.hidden)
         rest = max(0, self._steps - suspect.number - 1)
         more = min(rest, 2 * _AFTER if suspect.lasting_damage else _AFTER)
-        request = RerunRequest(suspect.index, more=more, taped=suspect.index if taped else None)
-        rest = 0 if falls and fault.of_the_scale else min(rest, _REST)
+        request = RerunRequest(
+            suspect.index, more=more, taped=suspect.index if taped else None, raises=bool(rerun_result.error)
+        )
+        rest = 0 if rerun_result.falls and fault.of_the_scale else min(rest, _REST)
         for masked in try_cures(fault, request, self._rerun, rest):
             if not any(masked.same_as(other) for other in faults):
                 masked.masked_by = fault

@@ -70,6 +70,12 @@ _KERNEL_NAMES = {
 }
 
 
+#: Calls by which a script reads a value, as before it decides whether to go on with a step.
+_TESTS = ("isfinite", "isnan", "isinf")
+_COMPARISONS = tuple(way for name in ("eq", "ne", "lt", "le", "gt", "ge") for way in (name, f"__{name}__"))
+READS = ("item", "__float__", "tolist", "numpy", "__array__", *_TESTS, *_COMPARISONS)
+
+
 @dataclass(frozen=True)
 class OpLocation:
     """The place of an op. `file` and `line` are the user's; `node` names the backward node, if any.
@@ -106,8 +112,10 @@ class OpLocation:
 def op_label(function: Any, base: str) -> str:
     """Return the op's name in the op table, else as the user called it, else the kernel's, shortened."""
     if function is not None:
-        reflected = _REFLECTED.fullmatch(getattr(function, "__name__", ""))
+        name = getattr(function, "__name__", "")
+        reflected = _REFLECTED.fullmatch(name)
         named = canonical_op(function) or (reflected and reflected[1])
+        named = named or (name if name in _TESTS else None)  # replaced by another while a script runs
         if named:
             return named
     kernel = base.removesuffix("_") if not base.endswith("__") else base
@@ -213,6 +221,23 @@ def is_finite(t: Tensor) -> bool:
     if not (t.is_floating_point() or t.is_complex()) or t.numel() == 0 or t.is_meta:
         return True
     return math.isfinite(amax(t).item())
+
+
+#: What an error says that values raised which are not finite.
+_OF_VALUES = re.compile(r"\b(nan|inf|infinite|infinity|finite|nonfinite)\b", re.IGNORECASE)
+#: Functions between a call that reads and the tape.
+_RELAYS = ("<genexpr>", "note_read", "on_call", "__torch_function__", "_on_read", "call_instead")
+
+
+def reads_nonfinite(call: str, args: Any) -> bool:
+    """Whether a call reads a value that is not finite; comparing many elements with others is a mask."""
+    value = args[0] if args else None
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        return False
+    if call in _COMPARISONS and value.dim() and not (len(args) > 1 and args[1] is value):
+        return False
+    with disable_current_modes():
+        return not is_finite(value)
 
 
 @dataclass(eq=False)
@@ -369,6 +394,8 @@ class Tape(TorchDispatchMode):
         self.gradients: dict[str, Tensor] = {}
         self.passed: list[Node] = []
         self.swallowed: list[tuple[Node, frozenset[int]]] = []
+        self.reads: list[End] = []
+        """Values that were not finite when the script read them."""
         self.backward_seen = False
         self.backward_call: tuple[str, int] = ("", 0)
         self._bad: dict[int, tuple[frozenset[int], Tensor]] = {}
@@ -460,6 +487,31 @@ class Tape(TorchDispatchMode):
         origins, _ = self._bad.get(_storage(value), (frozenset(), value))
         self.ends.append(End(kind, name, origins))
         return False
+
+    def note_read(self, value: Tensor) -> None:
+        """Note a value that is not finite and that the script reads, as its guards do; not what we read."""
+        reader = next(f.f_code.co_filename for f in _stack() if f.f_code.co_name not in _RELAYS)
+        if reader.startswith(_HERE) and not is_users(reader):
+            return
+        with disable_current_modes():
+            origins, _ = self._bad.get(_storage(value), (frozenset[int](), value))
+            if not origins:  # no op made it: it came so
+                phase, file, line = call_site()
+                location = OpLocation("", "", None, file, line)
+                node = Node(len(self.nodes), torch.ops.aten.isfinite.default, phase or "forward", location)
+                node.outside, node.names = [value], users_names([value])
+                self.nodes.append(node)
+                origins = frozenset([node.index])
+            if not all(i in self.candidates and self.candidates[i].intended for i in origins):
+                self.reads.append(End("loss", "loss", origins))
+
+    def end_early(self, error: BaseException | None) -> None:
+        """Take what was read for the ends of a step that has no other; else what the error is about."""
+        about = _OF_VALUES.search(str(error)) if error is not None else None
+        origins = frozenset(i for i, node in self.candidates.items() if not node.intended and about)
+        self.ends = self.ends or self.reads or ([End("loss", "loss", origins)] if origins else [])
+        for index in {i for end in self.ends for i in end.origins}:
+            self.candidates.setdefault(index, self.nodes[index])
 
     def mark_backward(self, loss: Tensor) -> None:
         """Note where backward begins."""
@@ -697,6 +749,8 @@ class _Calls(CallMode):
     def on_call(self, func: Any, args: Any, kwargs: Any) -> Any:
         tape = self._tape
         tape.call_count += 1
+        if getattr(func, "__name__", "") in READS and reads_nonfinite(func.__name__, args):
+            tape.note_read(args[0])
         # As the user's call sees it: where kernels run torch hides autocast.
         in_region = any(torch.is_autocast_enabled(kind) for kind in self._devices)
         tape.calls.append((func, tape.call_count, in_region))

@@ -205,9 +205,10 @@ class Taping:
         self.around.enter_context(self.tape)
 
     def end(
-        self, parts: StepParticipants, error: BaseException | None = None, result: Any = None, batch: Any = ()
-    ) -> Trace:
-        """Close the tape and return its trace."""
+        self, parts: StepParticipants, error: BaseException | None = None, result: Any = None,
+        batch: Any = (), dropped: bool = False,
+    ) -> Trace:  # fmt: skip
+        """Close the tape and return its trace; a step that raised or was `dropped` ends with what it read."""
         self.around.close()
         tape = self.tape
         for value in tensors_in(result):
@@ -216,6 +217,8 @@ class Taping:
         for kind, name, value in parts.named_values():
             if (kind, name) not in self._initially_nonfinite and not tape.check(kind, name, value):
                 names[kind].append(name)
+        if dropped or error is not None:
+            tape.end_early(error)
         gradients = dict.fromkeys(e.name for e in tape.ends if e.kind == "gradient")
         damage = Corrupted(tuple(gradients), *map(tuple, names.values()))
         bad = _verdict(tape, parts, damage, batch) or _underflow(self._probe, tape, parts, damage)

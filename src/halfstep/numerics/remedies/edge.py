@@ -59,7 +59,8 @@ class KeepFromEdge(OpRemedy):
 
     def edit_op(self, script: Script, node: Any, operands: Operands) -> None:
         divides = isinstance(node, ast.BinOp) or called(node).rstrip("_") in ("div", "divide", "true_divide")
-        for operand in operands[-1:] if divides else operands[:1]:
+        divisor = [node.right] if isinstance(node, ast.BinOp) else node.args[-1:]
+        for operand in divisor if divides else operands[:1]:
             if divides and self.either_sign:
                 d = script.of(operand)
                 script.swap(operand, f"torch.where(({d}).abs() < {self.value:g}, {self.value:g}, {d})")
