@@ -108,31 +108,31 @@ def contestants() -> list[Contestant]:
     return [torch_adamw(fused=True), torch_adamw(foreach=True), *(ours(m, s) for m, s in modes), ours(None)]
 
 
-def _bitsandbytes() -> Contestant:
+def _make_bitsandbytes() -> Contestant:
     kind = importlib.import_module("bitsandbytes.optim").AdamW8bit
     return Contestant("bitsandbytes AdamW8bit", torch.float32, kind, _scaler_clip_step)
 
 
-def _optimi() -> Contestant:
+def _make_optimi() -> Contestant:
     kind = partial(importlib.import_module("optimi").AdamW, lr=1e-3, kahan_sum=True, triton=False)
     return Contestant("torch-optimi AdamW, Kahan sums", torch.bfloat16, kind, _clip_step)
 
 
-def _torchao() -> Contestant:
+def _make_torchao() -> Contestant:
     kind = importlib.import_module("torchao.optim").AdamW8bit
     return Contestant("torchao AdamW8bit", torch.float32, kind, _scaler_clip_step)
 
 
-def _deepspeed() -> Contestant:
+def _make_deepspeed() -> Contestant:
     kind = importlib.import_module("deepspeed.ops.adam").DeepSpeedCPUAdam
     return Contestant("DeepSpeed CPUAdam", torch.float32, kind, _scaler_clip_step)
 
 
 PEERS: dict[str, Callable[[], Contestant]] = {
-    "bitsandbytes": _bitsandbytes,
-    "optimi": _optimi,
-    "torchao": _torchao,
-    "deepspeed": _deepspeed,
+    "bitsandbytes": _make_bitsandbytes,
+    "optimi": _make_optimi,
+    "torchao": _make_torchao,
+    "deepspeed": _make_deepspeed,
 }
 """AdamW of other packages, as their pages build it, by the name under which Python imports them."""
 
