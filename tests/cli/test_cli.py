@@ -7,15 +7,18 @@ import signal
 import subprocess
 import sys
 import tomllib
+import types
 from pathlib import Path
 
 import pytest
+import torch
 
 import halfstep_command
 from halfstep import cli
 from halfstep.cli import formats as formats_command
 from halfstep.cli._output import console, table
 from halfstep.errors import UnsupportedError
+from halfstep.recipes import optimizer_race
 
 
 @pytest.fixture
@@ -322,6 +325,28 @@ def test_a_terminal_too_narrow_for_all_columns_gets_two_tables(monkeypatch, caps
     heads = [line for line in lines if line[0] == "level"]
     assert [len([line for line in lines if line[0] == "O1"]), len(heads)] == [4, 2]
     assert heads[1][-1] == "scale"
+
+
+class Installed(torch.optim.AdamW):
+    def __init__(self, params, lr=1e-3, **options):
+        super().__init__(params, lr=lr)
+
+
+def test_bench_step_runs_the_packages_that_are_installed(halfstep, monkeypatch):
+    for name, kind in (("optimi", "AdamW"), ("bitsandbytes.optim", "AdamW8bit")):
+        module = types.ModuleType(name)
+        setattr(module, kind, Installed)
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setitem(sys.modules, "torchao.optim", None)
+    monkeypatch.setattr(optimizer_race, "contestants", lambda: [optimizer_race.torch_adamw()])
+    given = ("bench", "step", "--parameters", "1e3", "--rounds", "1", "--no-movement", "--json")
+    code, out, err = halfstep(*given, "--against", "optimi, bitsandbytes,torchao")
+    names = [result["name"] for result in json.loads(out)["results"]]
+    assert (code, names[1:]) == (0, ["torch-optimi AdamW, Kahan sums", "bitsandbytes AdamW8bit"])
+    assert "torchao is left out: import of torchao.optim halted" in err
+    code, _, err = halfstep(*given, "--against", "optimi,apex")
+    assert code == 2
+    assert "--against apex: expected one of bitsandbytes, optimi" in err
 
 
 @pytest.mark.long

@@ -25,6 +25,7 @@ def run(
     rounds: Annotated[int, with_metavar("COUNT")] = 9,
     device: Annotated[str, with_metavar("DEVICE")] = "cpu",
     movement: bool = True,
+    against: Annotated[str, with_metavar("NAMES")] = "",
     json: Flag = False,
 ) -> None:
     """Measure optimizers: milliseconds an update and a step, bytes a parameter, how far weights move.
@@ -35,6 +36,7 @@ def run(
         rounds: Timed rounds of each optimizer; the median counts.
         device: The torch device to measure on.
         movement: Whether to measure the movement of weights at small learning rates.
+        against: Packages whose AdamW runs beside, of those installed: bitsandbytes,optimi,torchao,deepspeed.
         json: Print JSON instead of tables.
     """
     most = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // BYTES
@@ -42,11 +44,12 @@ def run(
         raise ConfigError(f"--parameters {parameters:g}: expected 1000 to {most:.2g}, what memory here holds")
     if rounds < 1:
         raise ConfigError(f"--rounds {rounds}: give at least 1")
-    place = computing_device(device)
-    sizes = [int(parameters) // 4] * 4
+    place, entries = computing_device(device), [*optimizer_race.contestants(), *_peers_of(against)]
+    size = int(parameters) // 4
+    sizes = [size - size % 256 if size >= 4096 else size] * 4  # torchao packs only whole blocks of 256
     out, results = console(stderr=True), []
     with out.status("measuring") as status:
-        for result in optimizer_race.race(optimizer_race.contestants(), sizes, rounds, place):
+        for result in optimizer_race.race(entries, sizes, rounds, place):
             results.append(result)
             status.update(f"measured {result.name}")
         moved = {
@@ -55,7 +58,7 @@ def run(
                 for start in (1.0, 0.02)
                 for lr in LEARNING_RATES
             }
-            for entry in (optimizer_race.contestants() if movement else ())
+            for entry in (entries if movement else ())
         }
     if json:
         threads = torch.get_num_threads()
@@ -70,6 +73,19 @@ def run(
         )
         return
     _print(results, sum(sizes), moved)
+
+
+def _peers_of(names: str) -> list[optimizer_race.Contestant]:
+    """Return the contestants of the packages that are installed; ConfigError for one that nobody knows."""
+    peers = list[optimizer_race.Contestant]()
+    for name in filter(None, map(str.strip, names.split(","))):
+        if name not in optimizer_race.PEERS:
+            raise ConfigError(f"--against {name}: expected one of {', '.join(optimizer_race.PEERS)}")
+        try:
+            peers.append(optimizer_race.PEERS[name]())
+        except ImportError as error:
+            console(stderr=True).print(f"{name} is left out: {error}")
+    return peers
 
 
 def _print(results: list[Any], count: int, moved: dict[str, dict[str, float]]) -> None:

@@ -312,6 +312,7 @@ def run_order(order: Order) -> RunFindings | RerunResult | None:
         examiner.on_end(error)
     if request is not None:
         known = examiner.active_request is not None or bool(examiner.rerun_result.error)
+        examiner.rerun_result.losses = [note.loss for note in examiner.ledger.notes[: request.at]]
         return examiner.rerun_result if known else None
     return _collect_findings(order, examiner, error and in_words(error, examiner.ledger.iterations))
 

@@ -228,7 +228,8 @@ class RerunResult:
     `applied`: whether the cure was put in place and met what it changes; `falls`: whether the loss scale goes
     down by itself; `recovers`: whether all that was bad is one skipped update, before others that were made.
     `faults`: what the tape showed; of a run that was cured from its start, all faults. `steps`: how many were
-    run with the cure. `error`: what the script raised, in words. `low`: whether an op gave values in 16 bits.
+    run with the cure. `error`: what the script raised, in words. `losses`: those of the steps before it.
+    `low`: whether an op gave values in 16 bits.
     """
 
     faults: list[Fault] = field(default_factory=list[Fault])
@@ -240,6 +241,7 @@ class RerunResult:
     recovers: bool = False
     steps: int = 1
     error: str = ""
+    losses: list[float | None] = field(default_factory=list[float | None])
     low: bool = False
 
 

@@ -5,9 +5,11 @@ Everything is measured on weights that exist; nothing is computed from a formula
 """
 
 import gc
+import importlib
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 
 from halfstep.optim import AdamW
 from halfstep.recipes.measure import storage_bytes
+from halfstep.torch_private import is_traceable_wrapper_subclass
 from halfstep.tuning.engine import clock_of
 
 CLIP = 1.0
@@ -72,6 +75,12 @@ def _scaler_clip_step(optimizer: Any, params: list[nn.Parameter]) -> None:
     scaler.update()
 
 
+def _clip_step(optimizer: Any, params: list[nn.Parameter]) -> None:
+    """Step on 16-bit gradients, which torch's GradScaler does not divide: they carry no scale."""
+    nn.utils.clip_grad_norm_(params, CLIP)
+    optimizer.step()
+
+
 def ours(master: str | None = "exact", state_dtype: str = "fp32") -> Contestant:
     """`hs.optim.AdamW` in one of its modes."""
 
@@ -97,6 +106,35 @@ def contestants() -> list[Contestant]:
         ("stochastic", "8bit"),
     ]
     return [torch_adamw(fused=True), torch_adamw(foreach=True), *(ours(m, s) for m, s in modes), ours(None)]
+
+
+def _make_bitsandbytes() -> Contestant:
+    kind = importlib.import_module("bitsandbytes.optim").AdamW8bit
+    return Contestant("bitsandbytes AdamW8bit", torch.float32, kind, _scaler_clip_step)
+
+
+def _make_optimi() -> Contestant:
+    kind = partial(importlib.import_module("optimi").AdamW, lr=1e-3, kahan_sum=True, triton=False)
+    return Contestant("torch-optimi AdamW, Kahan sums", torch.bfloat16, kind, _clip_step)
+
+
+def _make_torchao() -> Contestant:
+    kind = importlib.import_module("torchao.optim").AdamW8bit
+    return Contestant("torchao AdamW8bit", torch.float32, kind, _scaler_clip_step)
+
+
+def _make_deepspeed() -> Contestant:
+    kind = importlib.import_module("deepspeed.ops.adam").DeepSpeedCPUAdam
+    return Contestant("DeepSpeed CPUAdam", torch.float32, kind, _scaler_clip_step)
+
+
+PEERS: dict[str, Callable[[], Contestant]] = {
+    "bitsandbytes": _make_bitsandbytes,
+    "optimi": _make_optimi,
+    "torchao": _make_torchao,
+    "deepspeed": _make_deepspeed,
+}
+"""AdamW of other packages, as their pages build it, by the name under which Python imports them."""
 
 
 class TimedContestant:
@@ -134,8 +172,17 @@ class TimedContestant:
         """Storage of weights, gradients and all optimizer tensors, each once, over the parameter count."""
         tensors = [*self.params, *(p.grad for p in self.params if p.grad is not None)]
         for state in self.optimizer.state.values():
-            tensors += [value for value in state.values() if isinstance(value, Tensor)]
+            tensors += [t for value in state.values() if isinstance(value, Tensor) for t in _plain(value)]
         return sum(storage_bytes(tensors).values()) / sum(p.numel() for p in self.params)
+
+
+def _plain(t: Any) -> Iterator[Tensor]:
+    """Yield the tensors of which a wrapper is made, as torchao's states are, or the tensor itself."""
+    if is_traceable_wrapper_subclass(t):
+        for name in t.__tensor_flatten__()[0]:
+            yield from _plain(getattr(t, name))
+    else:
+        yield t
 
 
 def race(
