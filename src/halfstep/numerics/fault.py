@@ -357,7 +357,8 @@ def alike(fault: Fault, other: Fault) -> bool:
 
 #: Faults of one run that are traced; bad steps, and steps that seem well, that are looked at for them.
 _FAULTS, _TRACES, _GLANCES = 3, 6, 3
-#: Steps that are looked at besides, by a copy, for averages that begin later and sums that stand still late.
+#: Steps that are looked at besides, for averages that begin later and sums that stand still late; after the
+#: first of them by copies only.
 LATER = (3, 40, 400, 4000)
 #: Steps that must be well after a bad one for a cure of it to work; with the first that does, so many; few.
 _AFTER, _REST, _FEW = 3, 40, 16
@@ -388,7 +389,7 @@ class Investigation:
     def rerun(self, suspect: SuspectStep) -> None:
         """Tape a step and try the cures of its fault."""
         later = not suspect.bad and suspect.index in LATER
-        if later and not self.rerun_result.low:
+        if later and self.rerun_result.counts and not self.rerun_result.low:
             return
         enough = self._reruns[suspect.bad] >= (_TRACES if suspect.bad else _GLANCES) and not later
         faults = [fault for fault in self.rerun_result.faults if not fault.of_the_scale]
@@ -398,6 +399,7 @@ class Investigation:
         if rerun_result is not None:
             self.rerun_result.low |= rerun_result.low
         if later:
+            self.unchecked_steps += [suspect] if rerun_result is None and suspect.index == LATER[0] else []
             found = [] if rerun_result is None else rerun_result.lint
             self.rerun_result.lint = list(dict.fromkeys([*self.rerun_result.lint, *found]))
             return
