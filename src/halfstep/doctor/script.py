@@ -77,6 +77,7 @@ def merge_results(rerun_result: RerunResult | None) -> RerunResult | None:
         falls=any(entry.falls for entry in everyone),
         recovers=all(entry.recovers or entry.bad_at is None for entry in everyone),
         steps=min(entry.steps for entry in everyone),
+        low=any(entry.low for entry in everyone),
         error=next((entry.error for entry in everyone if entry.error), ""),
     )
 

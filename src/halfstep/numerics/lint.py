@@ -321,13 +321,13 @@ def _is_blend(node: Node) -> bool:
     return node.phase == "forward" and not node.dropped and node.base.rstrip("_") in _BLENDS
 
 
-def _blended(node: Node, depth: int = 8) -> list[tuple[Tensor, Node | None]]:
+def _list_blended(node: Node, depth: int = 8) -> list[tuple[Tensor, Node | None]]:
     """Return what a value was blended of: tensors from before the step (None), and results of other ops."""
     found: list[tuple[Tensor, Node | None]] = []
     given = [(t, None if parent is None else parent[0]) for t, parent in zip(node.tensors(), node.parents)]
     for t, maker in given[node.base == "copy_" :]:  # which does not look at what it writes over
         follow = maker is not None and depth > 0 and _is_blend(maker)
-        found += _blended(maker, depth - 1) if follow and maker is not None else [(t, maker)]
+        found += _list_blended(maker, depth - 1) if follow and maker is not None else [(t, maker)]
     return [(t, maker) for t, maker in found if t.is_floating_point()]
 
 
@@ -336,7 +336,7 @@ def _find_still(node: Node, weights: Mapping[int, Any]) -> _Problem:
     inside = node.location.module or node.location.module_class
     if inside or not _is_blend(node) or any(t.requires_grad for t in node.tensors()):
         return
-    out, first, sources = node.outs[0], node.tensors()[0], _blended(node)
+    out, first, sources = node.outs[0], node.tensors()[0], _list_blended(node)
     writes = node.base.endswith("_")
     outside = [t for t, maker in sources if maker is None and (t.dtype, t.shape) == (out.dtype, out.shape)]
     old = [t for t in outside if not writes or t is first or key_of(t) == key_of(out)]
