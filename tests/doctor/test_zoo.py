@@ -44,7 +44,7 @@ DAILY = {
     "learning_rate_spike", "outlier_batch", "start_up_skips", "missing_values_are_masked", "warm_up",
     "low_rank_adapters", "line_search", "sparse_embedding", "restart_of_another_schedule",
     "weight_decay_of_three_hundred", "poisoned_padding_row", "rate_in_two_stages",
-    "squares_summed_in_half", "entropy_of_a_certain_half",
+    "squares_summed_in_half", "entropy_of_a_certain_half", "gan_feature_matching",
 }  # fmt: skip
 _REPORTED = [s.name for room in (zoo_named, zoo_fields) for s in (*room.SCRIPTS, *room.HEALTHY)]
 DAILY |= {*_REPORTED[::4]}

@@ -121,6 +121,8 @@ class Owners:
         """The gradients that an update used."""
         self._left = dict[Tensor, Mark | None]()
         """The gradients that are not finite, of a step that was skipped."""
+        self._added = dict[Tensor, tuple[int, Place]]()
+        """Of these what a backward has added to, and where; it matters if they are stepped by."""
         self.stale = set[Tensor]()
         self._reached, self._starved = Counter[Tensor](), Counter[Tensor]()
         """Steps in which a backward reached a parameter; updates in a row that found no gradient of one."""
@@ -194,7 +196,8 @@ class Owners:
         self._before = before = {p: mark_of(p.grad) for p in parameters}
         used = (p for p, mark in before.items() if mark is not None and self._spent.get(p) == mark)
         self._uncleared = {p for p in used if p.grad is not None and bool(p.grad.any())}
-        self._find_left(before)
+        held = [p for p, mark in self._left.items() if mark is not None and before.get(p) == mark]
+        self._added |= {p: (id(p.grad), call_site()[1:]) for p in held}
         self._unit = PLAIN
         if weighted or self._scales:
             self._unit = UNKNOWN if weighted else SCALED if _is_scaled(roots, self._scale()) else PLAIN
@@ -219,15 +222,18 @@ class Owners:
                 self._held[p] = Held(mark, {self._unit, UNKNOWN})
         self._find_long_sum(self._before)
 
-    def _find_left(self, before: dict[Tensor, Mark | None]) -> None:
-        left = next((p for p, mark in self._left.items() if mark is not None and before.get(p) == mark), None)
+    def _find_left(self, optimizer: torch.optim.Optimizer) -> None:
+        """Find what a skipped step left, and a backward has added to, in the gradients of a step."""
+        left = next((p for p in parameters_of(optimizer) if self._added.get(p, ("",))[0] == id(p.grad)), None)
         if left is not None:
             text = f"the gradient of {self._name_of(left)} still holds what the skipped step before it left, "
             text += "which is not finite: this backward adds to it, and this step is skipped too, and so on"
-            cure = ClearGradients(call_site()[2], text="clear the gradients after a skipped step too",
+            where = self._added[left][1]
+            cure = ClearGradients(where[1], text="clear the gradients after a skipped step too",
                                   code="optimizer.zero_grad()")  # fmt: skip
-            self._ledger.report("backward", call_site()[1:], "accumulation", text, Cure.of(cure))
-        self._left.clear()
+            self._ledger.report("backward", where, "accumulation", text, Cure.of(cure))
+        for p in parameters_of(optimizer):
+            self._added.pop(p, None)
 
     def _find_long_sum(self, parameters: Iterable[Tensor]) -> None:
         """Find a 16-bit gradient to which more terms are added, one by one, than it can hold."""
@@ -248,6 +254,8 @@ class Owners:
         """Record that gradients were cleared."""
         for p in cleared:
             self.stale.discard(p)
+            self._added.pop(p, None)
+            self._left.pop(p, None)
             self._held.pop(p, None)
             if p.grad is not None:
                 self._held[p] = Held(mark_of(p.grad), set(), 0)
@@ -287,13 +295,14 @@ class Owners:
         """Record the gradients that a skipped step leaves; return whether an update by them came before."""
         left = [p for p in parameters_of(optimizer) if p.grad is not None]
         amaxes = zip(left, read_amaxes([p.grad for p in left if p.grad is not None]))
-        self._left = {p: mark_of(p.grad) for p, amax in amaxes if not math.isfinite(amax)}
+        self._left |= {p: mark_of(p.grad) for p, amax in amaxes if not math.isfinite(amax)}
         return self._at.get(optimizer) == self._backwards
 
     # Updates.
 
     def on_scaler_step(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
         """Record a step of a scaler, as it begins."""
+        self._find_left(optimizer)
         self.before_unscaling(optimizer)
         self._on_used(scaler, optimizer, lost=True)
 
