@@ -218,3 +218,29 @@ def test_acts_of_any_order_give_what_they_give_plainly_and_touch_nothing(seed, t
             assert act(1000 * seed + n, real) == act(1000 * seed + n, plain), n
             assert tree(real) == tree(plain), n
     assert contents(real) == before
+
+
+def test_a_script_that_does_not_repeat_is_told_so(tmp_path, monkeypatch):
+    """What a run from another draw shows is nothing of the first one."""
+    text = LOOP.replace("torch.manual_seed(0)", "torch.manual_seed(time.time_ns() % 2**32)")
+    document = examine(text, tmp_path / "doctor", monkeypatch, copies=False)
+    assert not document.healthy
+    assert not document.faults
+    assert "does not repeat" in document.notes[0]
+    assert examine(LOOP, tmp_path / "doctor", monkeypatch, copies=False).faults
+
+
+LOOP = """
+import time
+import torch
+
+torch.manual_seed(0)
+net = torch.nn.Linear(4, 1)
+opt = torch.optim.SGD(net.parameters(), lr=0.01)
+for step in range(8):
+    x = torch.rand(6, 4) - int(step == 5)
+    loss = (net(x) + torch.log(x)).square().mean()
+    opt.zero_grad()
+    loss.backward()
+    opt.step()
+"""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 import os
 import re
 import socket
@@ -76,6 +77,7 @@ def merge_results(rerun_result: RerunResult | None) -> RerunResult | None:
         falls=any(entry.falls for entry in everyone),
         recovers=all(entry.recovers or entry.bad_at is None for entry in everyone),
         steps=min(entry.steps for entry in everyone),
+        low=any(entry.low for entry in everyone),
         error=next((entry.error for entry in everyone if entry.error), ""),
     )
 
@@ -225,7 +227,7 @@ def _examine_text(order: Order, document: Document, text: str) -> Document | Non
 def _examine(order: Order, label: str) -> Document:
     everyone = from_all(_first_run(order, label))
     local_findings = everyone[rank()]
-    rerun = FreshProcess(order)
+    rerun = FreshProcess(order, [note.loss for note in local_findings.ledger.notes])
     rerun.interrupted = any(entry.document.ended_by == INTERRUPT for entry in everyone)
     investigation = Investigation(
         rerun, order.steps or len(local_findings.ledger.notes), local_findings.rerun_result
@@ -249,9 +251,10 @@ def _examine(order: Order, label: str) -> Document:
     document = one_document(documents)
     document.counts, document.notes = (
         investigation.rerun_result.counts,
-        [] if rerun.interrupted else investigation.notes,
+        [] if rerun.interrupted else [rerun.differs] if rerun.differs else investigation.notes,
     )
-    document.lint = list(dict.fromkeys(investigation.rerun_result.lint))
+    lint = {(f.rule, f.where): f for f in reversed(investigation.rerun_result.lint)}  # the first of a line
+    document.lint = [*lint.values()][::-1]
     if document.steps == 0 and rerun.interrupted:
         raise KeyboardInterrupt
     if document.steps == 0 and not document.bad:
@@ -275,9 +278,11 @@ def _examine(order: Order, label: str) -> Document:
 class FreshProcess:
     """Reruns the script from its start, on every rank in a process of its own."""
 
-    def __init__(self, order: Order) -> None:
-        self._order = order
+    def __init__(self, order: Order, losses: Sequence[float | None]) -> None:
+        self._order, self._losses = order, losses
         self.interrupted = False
+        self.differs = ""
+        """Where another run went another way than the first, if one did."""
 
     def run(self, request: RerunRequest) -> RerunResult | None:
         """Return the result of the steps to run again, over all ranks; nothing runs any more after Ctrl-C."""
@@ -285,10 +290,25 @@ class FreshProcess:
             return None
         order = dataclasses.replace(self._order, request=request)
         try:
-            return merge_results(_in_process(order)[0])
+            result: RerunResult | None = _in_process(order)[0]
         except KeyboardInterrupt:
             self.interrupted = True
             return None
+        if result is not None and not request.from_start and self._goes_another_way(result.losses):
+            result = None
+        return merge_results(result)
+
+    def _goes_another_way(self, losses: Sequence[float | None]) -> bool:
+        """Whether the losses before the step are not the first run's, so that it shows nothing of that."""
+        for step, (first, other) in enumerate(zip(self._losses, losses)):
+            if first is None or other is None or not math.isfinite(first):
+                continue
+            if not math.isclose(first, other, rel_tol=1e-3, abs_tol=1e-6):
+                both = f"the loss of step {step + 1} was {first:.6g} and, from the same seeds, {other:.6g}"
+                what = "seed what it draws from elsewhere (the clock, the system)"
+                self.differs = f"the script does not repeat, so no step was run again: {both}; {what}"
+                return True
+        return False
 
 
 def _compose_document(run_findings: RunFindings, traced: Sequence[Fault]) -> Document:
@@ -305,6 +325,9 @@ def _compose_document(run_findings: RunFindings, traced: Sequence[Fault]) -> Doc
 
 def _say_outlier(fault: Fault, ledger: Ledger) -> None:
     """Add the batch to a cause in forward or backward, where that batch is far too large."""
+    drift = ledger.drift(fault.module, fault.step) if fault.cause.kind == "range" and fault.taped else ""
+    if drift and not fault.harmless:
+        fault.cause = fault.cause.and_also(drift)
     name, text = ledger.outlier(fault.step)
     if not text or fault.phase not in ("forward", "backward") or fault.cause.kind == "data" or fault.harmless:
         return
