@@ -122,3 +122,13 @@ def test_an_iteration_ends_where_an_optimizer_has_its_turn_again(turns, numbers)
     owners = {name: object() for name in turns}
     assert [ledger.close(owners[name]).number for name in turns] == numbers
     assert ledger.iterations == len(set(numbers))
+
+
+def test_a_scalar_that_goes_one_way_is_named_where_its_module_leaves_its_range():
+    ledger = run([0.1] * 6, [1.0] * 6)
+    for note, wander in zip(ledger.notes, (1.0, -2.0, 1.0, 3.0, -1.0, 2.5)):
+        note.scalars = {"head.log_scale": 0.6 * note.number, "body.gain": wander}
+    assert ledger.drift("head", 5) == "head.log_scale has gone from 0 to 3 in 6 steps"
+    assert ledger.drift("head.inner", 5)
+    assert ledger.drift("body", 5) == ""
+    assert ledger.drift("head", 3) == ""

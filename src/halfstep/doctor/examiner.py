@@ -28,20 +28,22 @@ from halfstep.doctor.ledger import (
     Ledger,
     Note,
     all_faults,
+    judge_targets,
     length,
     options_of_groups,
     read_amaxes,
 )
+from halfstep.doctor.owners import Owners
 from halfstep.doctor.process import SECONDS, ForkPoint, Order, StopScript, in_words
 from halfstep.names import fqn
-from halfstep.numerics.fault import Investigation, RerunRequest, RerunResult, SuspectStep
+from halfstep.numerics.fault import LATER, Investigation, RerunRequest, RerunResult, SuspectStep
 from halfstep.numerics.histogram import amax as largest_of
 from halfstep.numerics.lint import Audit, LintProbe, audit
-from halfstep.numerics.remedies.base import Met, always
+from halfstep.numerics.remedies.base import Cure, Met, always
 from halfstep.numerics.remedies.bf16 import FP16
 from halfstep.numerics.remedies.terms import LOOPS, terms_of
 from halfstep.numerics.snapshot import StepParticipants, is_session, scale_of, with_prefixes
-from halfstep.numerics.tape import call_site, running_loop
+from halfstep.numerics.tape import call_site, running_loop, users_names
 from halfstep.numerics.trace import Taping
 from halfstep.numerics.watch import Watch, watch
 from halfstep.optim.loading import find_zero_moments
@@ -190,9 +192,8 @@ class Examiner:
         self.investigation = Investigation(self._copies, self._steps)
         self._before: list[Tensor] = []
         self._updated = weakref.WeakSet[torch.optim.Optimizer]()
-        self._used = dict[Tensor, tuple[Tensor, int]]()
-        """By parameter the gradient that an update used, and its version then."""
-        self._stale = set[Tensor]()
+        self.owners = Owners(self.ledger, self.participants.name_of, self.participants.scale)
+        self._parameters: list[Tensor] | None = None
 
     @property
     def done(self) -> int:
@@ -213,6 +214,8 @@ class Examiner:
     def on_made(self, thing: Any) -> None:
         """Record a new optimizer, schedule, scaler or session."""
         self.participants.add(thing)
+        if isinstance(thing, torch.optim.Optimizer | torch.amp.GradScaler):
+            self.owners.on_made(thing)
         if self.done == 0 and not isinstance(thing, LRScheduler):
             self._copies.fork_here()
 
@@ -282,7 +285,8 @@ class Examiner:
         if self.active_request is not None and self.active_request.taped == self.done and self.taping is None:
             parts = self.participants.parts
             self._lint = LintProbe(parts.session, parts.models)
-            self.taping = Taping(parts, observers=[self._lint.observe])
+            first = self.done not in LATER
+            self.taping = Taping(parts, underflow=first, observers=[self._lint.observe])
 
     def on_inputs(self, names: dict[str, Tensor]) -> None:
         """Record the inputs of a model."""
@@ -297,17 +301,26 @@ class Examiner:
     def on_loss(self, loss: Tensor) -> None:
         """Record the loss as backward begins."""
         self._watch()
-        self._stale |= {
-            p
-            for p, (gradient, version) in self._used.items()
-            if p.grad is gradient and gradient._version == version and bool(gradient.any())
-        }
         self.ledger.now.read = False
         scale = self.participants.scale()
         value = float(loss.detach())
         self.ledger.now.loss, self.ledger.now.scale = value / scale, scale
         if not math.isfinite(value):
             self.ledger.blame("loss")
+
+    def on_backward(self, roots: list[Tensor], weighted: bool) -> None:
+        """Record gradients before a backward; `weighted`: whether it is given what to begin with."""
+        if self._parameters is None:
+            self._parameters = self.participants.parts.parameters()
+        self.owners.before_backward(roots, weighted, self._parameters)
+
+    def on_targets(self, loss: str, targets: Tensor) -> None:
+        """Note targets that this loss is not made for."""
+        text, do, code = judge_targets(loss, targets)
+        if text:
+            name = next(iter(users_names([targets])), "targets")
+            where, cure = call_site()[1:], Cure("data", do, code.format(name))
+            self.ledger.report(loss, where, "data", text, cure, 1 if "binary" in loss else 3, "forward")
 
     def on_output(self, module: nn.Module, out: Tensor) -> None:
         """Record the result of a module without submodules."""
@@ -318,8 +331,8 @@ class Examiner:
         if amax == 0.0 or not finite:
             now.silent = now.silent or name
 
-    def on_update(self, optimizer: torch.optim.Optimizer) -> None:
-        """Record weights and gradients before an optimizer updates."""
+    def on_update(self, optimizer: torch.optim.Optimizer, by_scaler: bool, searches: bool) -> None:
+        """Record weights and gradients before an optimizer updates; `searches`: it runs backward itself."""
         self.participants.add(optimizer)
         _, file, line = call_site()
         now = self.ledger.now
@@ -331,7 +344,9 @@ class Examiner:
         now.schedule = ", ".join(dict.fromkeys(type(s).__name__ for s in schedules))
         now.options = options_of_groups(optimizer)
         updated = parameters_of(optimizer)
-        stale = (p for p in updated if p in self._stale and p.grad is self._used[p][0])
+        if not searches:
+            now.again = self.owners.on_update(optimizer, by_scaler, now.where)
+        stale = (p for p in updated if p in self.owners.stale and p.grad is not None)
         now.stale = now.stale or next((self.participants.name_of(p) for p in stale), "")
         self.on_gradients(updated)
         if optimizer not in self._updated:
@@ -371,17 +386,18 @@ class Examiner:
         now = self.ledger.now
         now.taken = True
         after = parameters_of(optimizer)
-        self._stale -= {*after}
-        self._used |= {p: (p.grad, p.grad._version) for p in after if p.grad is not None}
+        self.owners.on_updated(optimizer)
         now.flushed = now.flushed or self._find_zero_moments(optimizer, after)
         pairs = zip(self._before, after)
+        scalars = (p for p in after if p.numel() == 1 and p.requires_grad)
+        now.scalars |= {self.participants.name_of(p): float(p) for p in scalars}
         now.update += length(new.detach() - old for old, new in pairs if old.shape == new.shape)
         now.size += length(self._before)
         self._before = []
 
     def on_cleared(self, owner: Any) -> None:
         """Record a `zero_grad` of an optimizer or a module."""
-        self._stale -= {*(owner.parameters() if isinstance(owner, nn.Module) else parameters_of(owner))}
+        self.owners.on_cleared(owner.parameters() if isinstance(owner, nn.Module) else parameters_of(owner))
 
     def _find_zero_moments(self, optimizer: torch.optim.Optimizer, updated: list[Tensor]) -> str:
         """Describe second moments that are zero in fp16 where most gradients are not."""
@@ -395,7 +411,9 @@ class Examiner:
 
     def on_step(self, owner: object, skipped: bool, finite: bool) -> None:
         """End a step."""
-        now, self._owner = self.ledger.now, owner
+        now, self._owner, self._parameters = self.ledger.now, owner, None
+        optimizer = owner if isinstance(owner, torch.optim.Optimizer) else None
+        owner = owner if optimizer is None else next(iter(parameters_of(optimizer)), owner)  # one made anew
         self.ledger.number(owner)
         if self.taping is not None:
             self._end_tape()
@@ -407,6 +425,10 @@ class Examiner:
         if now.taken and now.bad == "gradient" and now.update == 0.0 and not now.lasting_damage:
             now.taken, skipped = False, True  # an optimizer that was told to do nothing, as Apex does
         now.skipped = skipped
+        if skipped and optimizer is not None:
+            now.again = self.owners.on_skipped(optimizer)
+        if self.participants.parts.session is None:
+            self.owners.on_step(self.participants.models, self.participants.parts.optimizers, now.where)
         if skipped and self.watch is not None and self.participants.parts.session is None:
             self.watch.note_skip()
         note = self.ledger.close(owner)
@@ -423,7 +445,7 @@ class Examiner:
         run = sum(1 for _ in itertools.takewhile(lambda note: note.bad, reversed(self.ledger.notes)))
         other = note.bad != before.bad or not note.nonfinite <= before.nonfinite or run & (run - 1) == 0
         another = not before.bad or (before.skipped and other)  # what is corrupted stays so
-        if (note.bad and another) or (not note.bad and (index == 1 or note.silent)):
+        if (note.bad and another) or (not note.bad and (index in (1, *LATER) or note.silent)):
             self.investigation.rerun(SuspectStep(index, note.number, note.bad, note.lasting_damage))
 
     def leave(self) -> None:
@@ -458,6 +480,7 @@ class Examiner:
 
     def complete_ledger(self) -> Ledger:
         """Return the ledger, completed by what the watch and the tape hold."""
+        self.owners.conclude()
         if self.watch is not None:
             self.watch.collect()
             self.ledger.lost = [*self.watch.lost]
@@ -514,6 +537,7 @@ class Examiner:
         taping.tape.batch = f"batch {self.ledger.now.number + 1}"
         trace = taping.end(self.participants.parts, error, dropped=dropped)
         self.rerun_result.counts = trace.rows()
+        self.rerun_result.low = self._lint.low
         self.rerun_result.lint = list(dict.fromkeys(self._lint.list_findings()))
         if trace.bad is not None:
             trace.bad.step = self.ledger.now.number

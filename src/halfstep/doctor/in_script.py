@@ -24,6 +24,7 @@ from halfstep.doctor.process import Order, RunFindings, in_words, replace, run_m
 from halfstep.numerics.fault import RerunResult
 from halfstep.numerics.tape import READS, is_users, reads_nonfinite, users_names
 from halfstep.numerics.watch import leave
+from halfstep.scaling.grad_scaler import GradScaler
 from halfstep.session import setup
 from halfstep.torch_private import disable_current_modes, graph_task
 
@@ -37,7 +38,7 @@ class Hooks:
         self._depth = 0
         self._updated = False
         self._by_hand = False
-        self._backward = False
+        self._backward = self._engine = False
         self._within: torch.optim.Optimizer | None = None
         """What was stepped within the backward that runs: the step ends with that."""
         self._stepped: torch.optim.Optimizer | None = None
@@ -58,7 +59,15 @@ class Hooks:
         ):
             listeners.append(listener)
             self._stack.callback(listeners.remove, listener)
-        replace(self._stack, torch.amp.GradScaler, "step", self._on_scaler_step)
+        for scaler in (torch.amp.GradScaler, GradScaler):
+            replace(self._stack, scaler, "step", self._on_scaler_step)
+            replace(self._stack, scaler, "scale", self._on_scale)
+            replace(self._stack, scaler, "update", self._on_scaler_update)
+        replace(self._stack, torch.amp.GradScaler, "unscale_", self._on_unscale)
+        replace(self._stack, LRScheduler, "step", self._on_schedule)
+        replace(self._stack, torch.autograd, "backward", self._on_engine)
+        for loss in ("cross_entropy", "binary_cross_entropy_with_logits"):
+            replace(self._stack, nn.functional, loss, partial(self._on_loss_function, loss))
         for owner in (torch.amp.GradScaler, torch.optim.Optimizer, LRScheduler):
             replace(self._stack, owner, "__init__", self._on_create)
         for owner in (torch.optim.Optimizer, nn.Module):
@@ -122,6 +131,61 @@ class Hooks:
             stepped, self._within = self._within, None
             self._examiner.on_step(stepped, skipped=False, finite=True)
 
+    def _on_engine(
+        self, run: Callable[..., None], roots: Any, given: Any = None, *args: Any, **kwargs: Any
+    ) -> None:
+        """Follow what a backward, by whatever name it was called, adds to the gradients."""
+        given = kwargs.pop("grad_tensors", given)
+        if self._engine or _in_backward():
+            run(roots, given, *args, **kwargs)
+            return
+        tensors = [roots] if isinstance(roots, Tensor) else list(roots)
+        weighted = any(x is not None for x in (given if isinstance(given, list | tuple) else [given]))
+        self._report(self._examiner.on_backward, tensors, weighted)
+        self._engine = True
+        try:
+            run(roots if isinstance(roots, Tensor) else tensors, given, *args, **kwargs)
+        finally:
+            self._engine = False
+        self._report(self._examiner.owners.after_backward)
+
+    def _on_loss_function(
+        self, name: str, loss: Callable[..., Any], input: Tensor, target: Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Report the targets of a loss that takes probabilities, with those of a step."""
+        result = loss(input, target, *args, **kwargs)
+        probabilities = target.is_floating_point() and target.shape == input.shape and target.numel()
+        if (
+            probabilities
+            and torch.is_grad_enabled()
+            and not _in_backward()
+            and not torch.compiler.is_compiling()
+        ):
+            self._report(self._examiner.on_targets, name, target.detach())
+        return result
+
+    def _on_scale(self, scale: Callable[..., Any], scaler: Any, outputs: Any) -> Any:
+        scaled = scale(scaler, outputs)
+        if scaler.is_enabled():
+            self._examiner.owners.on_scaled(scaled)
+        return scaled
+
+    def _on_unscale(self, unscale: Callable[..., None], scaler: Any, optimizer: Any) -> None:
+        owners, live = self._examiner.owners, scaler.is_enabled()
+        if live:
+            self._report(owners.before_unscaling, optimizer)
+        unscale(scaler, optimizer)
+        if live:
+            self._report(owners.after_unscaling, optimizer)
+
+    def _on_scaler_update(self, update: Callable[..., None], scaler: Any, *args: Any, **kwargs: Any) -> None:
+        update(scaler, *args, **kwargs)
+        self._examiner.owners.on_scaler_updated()
+
+    def _on_schedule(self, step: Callable[..., None], schedule: Any, *args: Any, **kwargs: Any) -> None:
+        step(schedule, *args, **kwargs)
+        self._examiner.owners.on_schedule(schedule)
+
     def _on_read(self, call: str, read: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Report a value that is not finite and that the script itself reads, outside of its model."""
         outside = self._root is None and not torch.compiler.is_compiling()
@@ -148,6 +212,8 @@ class Hooks:
         self._depth += 1
         self._updated = False
         self._report(self._examiner.on_stepping, optimizer)
+        if self._depth == 1 and scaler.is_enabled():
+            self._report(self._examiner.owners.on_scaler_step, scaler, optimizer)
         try:
             result = step(scaler, optimizer, *args, **kwargs)
         finally:
@@ -192,7 +258,8 @@ class Hooks:
             self._report(self._examiner.on_output, module, out.detach())
 
     def _before_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self._report(self._examiner.on_update, optimizer)
+        searches = any(callable(x) for x in (*args, kwargs.get("closure")))
+        self._report(self._examiner.on_update, optimizer, self._depth > 0, searches)
 
     def _after_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._updated = True

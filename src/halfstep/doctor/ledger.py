@@ -44,6 +44,8 @@ _MOVED = 0.1
 _OUTLYING, _BATCHES = 30, 3
 #: A first update that is so many times the weights, and the loss after it so many times that before.
 _SHOT = 10
+#: Steps in which a scalar goes one way before that is a drift.
+_STEADY = 4
 #: A loss that grew so many times is not training; before values that are not finite, less says as much.
 DIVERGED, _BLOWN = 1e4, 1e2
 
@@ -82,7 +84,9 @@ class Note:
     rate and further options by group; `schedule`: the class of what sets the rates. `rows`: where inputs are
     largest. `nonfinite`: whose gradients are not finite as a step begins that may be skipped. `read`: whether
     the script read a value that was not finite, and did not go backward from it since. `stale`: a
-    parameter whose gradient is in part that of the step before; `flushed`: second moments that became zero.
+    parameter whose gradient is in part that of the step before; `flushed`: second moments that became zero;
+    `again`: whether it is the second update by the same gradients; `scalars`: parameters of one
+    value.
     """
 
     number: int
@@ -108,6 +112,52 @@ class Note:
     where: tuple[str, int] = ("", 0)
     stale: str = ""
     flushed: str = ""
+    again: bool = False
+    scalars: dict[str, float] = field(default_factory=dict[str, float])
+
+
+#: Beyond 0 and 1 by this is no label that was smoothed; so far from 1 is no sum that was rounded.
+_SMOOTHED, _ROUNDED = 0.5, 0.02
+
+
+def judge_targets(loss: str, targets: Tensor) -> tuple[str, str, str]:
+    """Say what is wrong with the targets of a loss, what to do, and the code for that; else nothing.
+
+    `targets`: probabilities, for cross_entropy [N, C, ...] or [C]. Rows of zeros, as of what is masked, and
+    targets of 0 and 1 alone, as of several labels at once, pass.
+    """
+    if "binary" in loss:
+        low, high = (float(x) for x in torch.aminmax(targets.float()))
+        if max(-low, high - 1) <= _SMOOTHED or not math.isfinite(high - low):
+            return "", "", ""
+        text = f"the targets of {loss} reach from {low:.4g} to {high:.4g}, and it takes targets in [0, 1]"
+        code = f"{{}} / {high:.4g}" if low >= 0 else f"({{}} + {-low:.4g}) / {high - low:.4g}"
+        return text, "bring the targets into [0, 1] where they are loaded", code
+    sums = targets.float().sum(min(1, targets.dim() - 1))
+    off = ((sums - 1).abs() > _ROUNDED) & (sums != 0)
+    if 2 * int(off.sum()) < off.numel() or bool(((targets == 0) | (targets == 1)).all()):
+        return "", "", ""
+    text = (
+        f"the targets of {loss} are no probabilities: those of a row sum to {float(sums[off].median()):.3g}"
+    )
+    return text, "make the targets of each row sum to 1", "{0} / {0}.sum(1, keepdim=True)"
+
+
+@dataclass
+class Mistake:
+    """What a loop does with its gradients, updates or targets that it should not, and in which steps.
+
+    It is a fault where it is seen in `least` steps.
+    """
+
+    phase: str
+    op: str
+    kind: str
+    where: tuple[str, int]
+    text: str
+    cure: Cure
+    least: int
+    steps: set[int] = field(default_factory=set[int])
 
 
 def read_amaxes(tensors: Sequence[Tensor]) -> list[float]:
@@ -131,6 +181,7 @@ class Ledger:
         self.notes: list[Note] = []
         self.flushes: list[Flush] = []
         self.lost: Sequence[LostUpdates] = ()
+        self.mistakes: dict[tuple[str, tuple[str, int]], Mistake] = {}
         self.terms = PLAIN
         self.now = Note(0)
         self._iteration = 0
@@ -141,6 +192,15 @@ class Ledger:
     def blame(self, what: str) -> None:
         """Note the first thing that was not finite in this step."""
         self.now.bad = self.now.bad or what
+
+    def report(
+        self, op: str, where: tuple[str, int], kind: str, text: str, cure: Cure, least: int = 1,
+        phase: str = "optimizer", step: int | None = None,
+    ) -> None:  # fmt: skip
+        """Note a mistake of the loop in this step, or in another; the last words of its first step count."""
+        made = self.mistakes.setdefault((op, where), Mistake(phase, op, kind, where, text, cure, least))
+        made.steps.add(self.now.number if step is None else step)
+        made.text = text if len(made.steps) == 1 else made.text
 
     def close(self, owner: object) -> Note:
         """End the step that `owner` (an optimizer, as a rule) made."""
@@ -155,7 +215,7 @@ class Ledger:
 
     def number(self, owner: object) -> int:
         """Return the number of the step that ends: an optimizer that steps again begins another iteration."""
-        self.now.number = self._iteration + (id(owner) in self._round)
+        self.now.number = self._iteration + (id(owner) in self._round and not self.now.again)
         return self.now.number
 
     @property
@@ -185,6 +245,21 @@ class Ledger:
                     )
                     return name, text
         return "", ""
+
+    def drift(self, module: str, number: int) -> str:
+        """Say which parameter of one value, of this module or above it, has gone one way until a step."""
+        notes = [note for note in self.notes if note.number <= number and note.scalars]
+        for name in notes[-1].scalars if len(notes) > _STEADY else ():
+            values = [note.scalars[name] for note in notes if name in note.scalars]
+            moves = [b - a for a, b in itertools.pairwise(values)]
+            steady = sum(move * (values[-1] - values[0]) > 0 for move in moves) > 0.9 * len(moves)
+            if (
+                steady
+                and abs(values[-1]) > max(1.0, 2 * abs(values[0]))
+                and module.startswith(name.rpartition(".")[0])
+            ):
+                return f"{name} has gone from {values[0]:.3g} to {values[-1]:.3g} in {len(values)} steps"
+        return ""
 
     def is_recovered(self, index: int = 0) -> bool:
         """Whether a skipped step only lowered the loss scale: steps after it are taken.
@@ -400,11 +475,27 @@ def all_faults(ledger: Ledger, traced: Sequence[Fault]) -> list[Fault]:
     Faults masked by another come last, before them those that a lower loss scale cures; else the earliest
     leads.
     """
-    sound = ledger.first_broken_step() is None
-    faults = [*traced, *quiet_faults(ledger)] if sound else with_roots(ledger, traced)
+    broken = ledger.first_broken_step()
+    sound, mistakes = broken is None, _mistakes(ledger.until(broken))
+    left = min((m.step for m in mistakes if m.cause.kind == "accumulation"), default=math.inf)
+    first = min((m.step for m in mistakes if m.cause.kind != "data"), default=math.inf)
+    traced = [f for f in traced if f.step < left or (f.phase, f.cause.kind) != ("backward", "data")]
+    noted = [*traced, *quiet_faults(ledger)] if sound else with_roots(ledger, traced)
+    faults = [*mistakes, *(f for f in noted if f.step < first or f.taped or f.cause.kind != "divergence")]
     return sorted(
         faults, key=lambda f: (f.masked_by is not None, f.of_the_scale, f.phase != "prepare", f.step)
     )
+
+
+def _mistakes(ledger: Ledger) -> list[Fault]:
+    """Return the mistakes of the loop that were seen often enough, up to the last step there is."""
+    last = ledger.notes[-1].number if ledger.notes else 0
+    return [
+        Fault(m.phase, m.op, OpLocation("", "", None, *m.where), Cause(m.kind, f"{m.kind}: {m.text}"),
+              [m.cure], min(m.steps), taped=False)
+        for m in ledger.mistakes.values()
+        if len(m.steps) >= m.least and min(m.steps) <= last
+    ]  # fmt: skip
 
 
 def quiet_faults(ledger: Ledger) -> list[Fault]:

@@ -77,6 +77,7 @@ def merge_results(rerun_result: RerunResult | None) -> RerunResult | None:
         falls=any(entry.falls for entry in everyone),
         recovers=all(entry.recovers or entry.bad_at is None for entry in everyone),
         steps=min(entry.steps for entry in everyone),
+        low=any(entry.low for entry in everyone),
         error=next((entry.error for entry in everyone if entry.error), ""),
     )
 
@@ -252,7 +253,8 @@ def _examine(order: Order, label: str) -> Document:
         investigation.rerun_result.counts,
         [] if rerun.interrupted else [rerun.differs] if rerun.differs else investigation.notes,
     )
-    document.lint = list(dict.fromkeys(investigation.rerun_result.lint))
+    lint = {(f.rule, f.where): f for f in reversed(investigation.rerun_result.lint)}  # the first of a line
+    document.lint = [*lint.values()][::-1]
     if document.steps == 0 and rerun.interrupted:
         raise KeyboardInterrupt
     if document.steps == 0 and not document.bad:
@@ -323,6 +325,9 @@ def _compose_document(run_findings: RunFindings, traced: Sequence[Fault]) -> Doc
 
 def _say_outlier(fault: Fault, ledger: Ledger) -> None:
     """Add the batch to a cause in forward or backward, where that batch is far too large."""
+    drift = ledger.drift(fault.module, fault.step) if fault.cause.kind == "range" and fault.taped else ""
+    if drift and not fault.harmless:
+        fault.cause = fault.cause.and_also(drift)
     name, text = ledger.outlier(fault.step)
     if not text or fault.phase not in ("forward", "backward") or fault.cause.kind == "data" or fault.harmless:
         return

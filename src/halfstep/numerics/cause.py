@@ -29,7 +29,8 @@ _DEPTH = 48
 @dataclass(frozen=True)
 class Cause:
     """Why: `kind` is range, precision, mathematics, data, weights, learning rate, rounding, divergence,
-    accumulation, machine, rank (another rank's step) or unknown; `text` says it in words, `more` what else
+    accumulation, update (of what, by what, how often), loss scale, machine, rank (another rank's step) or
+    unknown; `text` says it in words, `more` what else
     was found.
 
     `times`: by how many times the largest value leaves the range. `format`: what could not hold it. `weight`:
@@ -175,6 +176,11 @@ class _WiderResults:
                 if low.is_floating_point() and low.shape == wide.shape and ((low == 0) & (wide != 0)).any():
                     return node
         return None
+
+
+def rerun_wider(node: Node, originals: Mapping[Any, Tensor]) -> list[Tensor] | None:
+    """Return the op's results in fp32 from inputs that are computed in fp32 too; None where it cannot run."""
+    return _WiderResults(originals).of(node)
 
 
 def _all_finite(tensors: list[Tensor] | None) -> bool:

@@ -229,6 +229,7 @@ class RerunResult:
     down by itself; `recovers`: whether all that was bad is one skipped update, before others that were made.
     `faults`: what the tape showed; of a run that was cured from its start, all faults. `steps`: how many were
     run with the cure. `error`: what the script raised, in words. `losses`: those of the steps before it.
+    `low`: whether an op gave values in 16 bits.
     """
 
     faults: list[Fault] = field(default_factory=list[Fault])
@@ -241,6 +242,7 @@ class RerunResult:
     steps: int = 1
     error: str = ""
     losses: list[float | None] = field(default_factory=list[float | None])
+    low: bool = False
 
 
 class Rerun(Protocol):
@@ -355,6 +357,9 @@ def alike(fault: Fault, other: Fault) -> bool:
 
 #: Faults of one run that are traced; bad steps, and steps that seem well, that are looked at for them.
 _FAULTS, _TRACES, _GLANCES = 3, 6, 3
+#: Steps that are looked at besides, for averages that begin later and sums that stand still late; after the
+#: first of them by copies only.
+LATER = (3, 40, 400, 4000)
 #: Steps that must be well after a bad one for a cure of it to work; with the first that does, so many; few.
 _AFTER, _REST, _FEW = 3, 40, 16
 
@@ -383,11 +388,21 @@ class Investigation:
 
     def rerun(self, suspect: SuspectStep) -> None:
         """Tape a step and try the cures of its fault."""
-        enough = self._reruns[suspect.bad] >= (_TRACES if suspect.bad else _GLANCES)
+        later = not suspect.bad and suspect.index in LATER
+        if later and self.rerun_result.counts and not self.rerun_result.low:
+            return
+        enough = self._reruns[suspect.bad] >= (_TRACES if suspect.bad else _GLANCES) and not later
         faults = [fault for fault in self.rerun_result.faults if not fault.of_the_scale]
         if enough or (suspect.bad and len(faults) >= _FAULTS):
             return
         rerun_result = self._rerun.run(RerunRequest(suspect.index, taped=suspect.index))
+        if rerun_result is not None:
+            self.rerun_result.low |= rerun_result.low
+        if later:
+            self.unchecked_steps += [suspect] if rerun_result is None and suspect.index == LATER[0] else []
+            found = [] if rerun_result is None else rerun_result.lint
+            self.rerun_result.lint = list(dict.fromkeys([*self.rerun_result.lint, *found]))
+            return
         if rerun_result is not None and suspect.bad == "error" and not rerun_result.faults:
             return  # what a script raises is no matter of numbers, as a rule
         if rerun_result is None or not rerun_result.counts or (suspect.bad and not rerun_result.faults):

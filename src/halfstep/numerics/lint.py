@@ -23,10 +23,10 @@ from halfstep.convert.buffers import is_recomputed
 from halfstep.errors import BannedOpError, ConfigError
 from halfstep.formats import FP16, Format, dtype_name, format_of
 from halfstep.names import is_normalisation, named_parameters
-from halfstep.numerics.cause import rerun
+from halfstep.numerics.cause import rerun, rerun_wider
 from halfstep.numerics.remedies.source import called
 from halfstep.numerics.snapshot import StepParticipants, as_list, closure_of
-from halfstep.numerics.tape import Node, is_users
+from halfstep.numerics.tape import Node, is_users, key_of
 from halfstep.numerics.trace import trace_step
 from halfstep.numerics.uncast import casts_weights, low_ops, no_region, weights_fault, zero_epsilons
 from halfstep.optim.loading import find_zero_moments
@@ -134,6 +134,8 @@ class LintProbe:
         self.findings: list[Finding] = []
         self._session = session
         self.uses = _WeightUses(models)
+        self.low = False
+        """Whether an op gave values in 16 bits."""
         self._uncast: str | None = None
         """Where the first op ran in fp32 that a session runs in 16 bits; None where one ran in these."""
         self._low = set[str]()
@@ -151,6 +153,7 @@ class LintProbe:
     def observe(self, node: Node, finite: bool) -> None:
         """Check one op as it ran."""
         self.uses.observe(node)
+        self.low = self.low or any(t.dtype in LOW_DTYPES for t in node.outs)
         if node.func.is_view or node.phase not in ("forward", "recompute"):
             return
         if self._uncast is not None and any(t.dtype in LOW_DTYPES for t in node.outs):
@@ -163,7 +166,7 @@ class LintProbe:
                 rows = check(node, tensors, any(t.dtype == torch.float16 for t in node.outs[:1]))
                 self.findings += [Finding(rule, _where(node), text, cure) for rule, text, cure in rows]
         if node.outs and node.outs[0].dtype in LOW_DTYPES:
-            rows = (*_find_stuck(node), *_equal_neighbours(node))
+            rows = (*(_find_stuck(node) or _find_still(node, self.uses.weights)), *_equal_neighbours(node))
             self.findings += [Finding(rule, _where(node), text, cure) for rule, text, cure in rows]
 
 
@@ -175,7 +178,7 @@ class _WeightUses:
     """
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
-        self._weights = {
+        self.weights: Mapping[int, tuple[str, Tensor]] = {
             p.data_ptr(): (name, p)
             for model in models
             for name, p in model.named_parameters()
@@ -192,13 +195,13 @@ class _WeightUses:
         elif node.phase == "forward" and not node.func.is_view:
             casts = node.base == "_to_copy" and any(t.dtype in LOW_DTYPES for t in node.outs)
             used = {t.data_ptr() for t in node.tensors() if (t.dtype is torch.float32) is casts}
-            self._uses.update(used & self._weights.keys())
+            self._uses.update(used & self.weights.keys())
 
     def find_repeated_casts(self) -> Iterable[Finding]:
         """Yield where copies of fp32 weights take more memory than all of these and their gradients."""
         casts = self._most_uses(torch.float32)
         copies = _bytes_of(casts)
-        if copies <= sum(8 * w.numel() for _, w in self._weights.values() if w.dtype is torch.float32):
+        if copies <= sum(8 * w.numel() for _, w in self.weights.values() if w.dtype is torch.float32):
             return
         (name, _), count = max(casts.items(), key=lambda row: row[1] * row[0][1].numel())
         once = _bytes_of(dict.fromkeys(casts, 1))
@@ -226,7 +229,7 @@ class _WeightUses:
 
     def _most_uses(self, *dtypes: torch.dtype) -> dict[tuple[str, Tensor], int]:
         counts = self._most | self._uses
-        return {row: n for at, n in counts.items() if (row := self._weights[at])[1].dtype in dtypes}
+        return {row: n for at, n in counts.items() if (row := self.weights[at])[1].dtype in dtypes}
 
 
 def _bytes_of(casts: Mapping[tuple[str, Tensor], int]) -> int:
@@ -284,12 +287,12 @@ def _long(node: Node, tensors: list[Tensor], half: bool) -> _Problem:
 _STUCK = 0.9
 
 
-def _find_stuck(node: Node) -> _Problem:
+def _find_stuck(node: Node) -> list[tuple[str, str, str]]:
     """Find a 16-bit running average or count that a change below its spacing leaves as it is."""
     base = node.base.removeprefix("_foreach_")
     learning = torch.is_grad_enabled() and any(t.requires_grad for t in node.tensors())
     if learning or base not in ("add_", "sub_", "mul_", "lerp_", "addcmul_"):
-        return
+        return []
     wide = rerun(node, torch.float32) or []
     outs = node.outs if base != node.base else node.outs[:1]
     lost = meant = 0
@@ -297,9 +300,66 @@ def _find_stuck(node: Node) -> _Problem:
         moved = exact != old
         lost, meant = lost + int((moved & (new == old)).sum()), meant + int(moved.sum())
     if meant and lost >= _STUCK * meant:
-        name = dtype_name(outs[0].dtype)
-        text = f"{base} leaves {lost / meant:.0%} of it as it is: {name} rounds the change away"
-        yield "average", text, "keep this average in fp32"
+        return [_still(base, lost / meant, outs[0])]
+    return []
+
+
+def _still(base: str, share: float, out: Tensor) -> tuple[str, str, str]:
+    text = f"{base} leaves {share:.0%} of it as it is: {dtype_name(out.dtype)} rounds the change away"
+    return "average", text, "keep this average in fp32"
+
+
+#: Ops that blend values element by element, or only move them.
+_BLENDS = frozenset(
+    ["add", "sub", "rsub", "mul", "div", "lerp", "addcmul", "_to_copy", "copy", "clone", "detach", "alias"]
+)
+#: A sum so many spacings of its format above what is added rounds that by more than 6 %.
+_COARSE = 8
+
+
+def _is_blend(node: Node) -> bool:
+    return node.phase == "forward" and not node.dropped and node.base.rstrip("_") in _BLENDS
+
+
+def _list_blended(node: Node, depth: int = 8) -> list[tuple[Tensor, Node | None]]:
+    """Return what a value was blended of: tensors from before the step (None), and results of other ops."""
+    found: list[tuple[Tensor, Node | None]] = []
+    given = [(t, None if parent is None else parent[0]) for t, parent in zip(node.tensors(), node.parents)]
+    for t, maker in given[node.base == "copy_" :]:  # which does not look at what it writes over
+        follow = maker is not None and depth > 0 and _is_blend(maker)
+        found += _list_blended(maker, depth - 1) if follow and maker is not None else [(t, maker)]
+    return [(t, maker) for t, maker in found if t.is_floating_point()]
+
+
+def _find_still(node: Node, weights: Mapping[int, Any]) -> _Problem:
+    """Find a 16-bit value from before the step that is blended with others and stays, or is a coarse sum."""
+    inside = node.location.module or node.location.module_class
+    if inside or not _is_blend(node) or any(t.requires_grad for t in node.tensors()):
+        return
+    out, first, sources = node.outs[0], node.tensors()[0], _list_blended(node)
+    writes = node.base.endswith("_")
+    outside = [t for t, maker in sources if maker is None and (t.dtype, t.shape) == (out.dtype, out.shape)]
+    old = [t for t in outside if not writes or t is first or key_of(t) == key_of(out)]
+    old = [first if writes else t for t in old if t.data_ptr() not in weights]
+    given = [id(t) for t, parent in zip(node.tensors(), node.parents) if parent is None]
+    plain = node.base in ("add", "add_") and any(id(t) in given for t in old)
+    sums = plain and out.numel() == 1 and len(sources) > 1
+    follows = any(maker is not None or t.data_ptr() in weights for t, maker in sources)
+    blend = old and (sums or follows)
+    wide = rerun_wider(node, {key_of(out): old[0]} if writes else {}) if blend else None
+    if not wide or wide[0].shape != out.shape:
+        return
+    change = wide[0] - old[0].float()
+    spacing = torch.finfo(out.dtype).eps * float(old[0].abs()) if sums else 0.0
+    moved = change != 0
+    lost, meant = int((moved & (out == old[0])).sum()), int(moved.sum())
+    if sums and 0 < float(change.abs()) < _COARSE * spacing:
+        name = dtype_name(out.dtype)
+        text = f"a sum of {float(old[0]):.4g} in {name} is given {float(change):.3g} more, and the steps of "
+        text += f"{name} are {spacing:.2g} there: it rounds what it is given, and stands still in the end"
+        yield "sum", text, "keep this sum in fp32"
+    elif follows and meant and lost >= _STUCK * meant:
+        yield _still(node.base, lost / meant, out)
 
 
 def _equal_neighbours(node: Node) -> _Problem:
