@@ -40,7 +40,8 @@ from pathlib import Path
 import halfstep as hs
 
 folder = Path(tempfile.mkdtemp())
-for level, dtype in (("O0", None), ("O1", "bf16"), ("O1", "fp16"), ("O2", "bf16"), ("O2", "fp16"), ("O3", "bf16")):
+LEVELS = ("O0", None), ("O1", "bf16"), ("O1", "fp16"), ("O2", "bf16"), ("O2", "fp16"), ("O3", "bf16")
+for level, dtype in LEVELS:
     torch.manual_seed(0)
     for make in (hs.optim.AdamW, torch.optim.SGD):
         net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.LayerNorm(16), torch.nn.Linear(16, 1))
