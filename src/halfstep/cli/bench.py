@@ -36,7 +36,7 @@ def run(
         rounds: Timed rounds of each optimizer; the median counts.
         device: The torch device to measure on.
         movement: Whether to measure the movement of weights at small learning rates.
-        against: Packages whose AdamW runs beside, of those installed: bitsandbytes,optimi,torchao,deepspeed.
+        against: Packages whose AdamW runs beside, of those installed: bitsandbytes,optimi,torchao.
         json: Print JSON instead of tables.
     """
     most = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // BYTES
@@ -82,7 +82,7 @@ def _peers_of(names: str) -> list[optimizer_race.Contestant]:
         if name not in optimizer_race.PEERS:
             raise ConfigError(f"--against {name}: expected one of {', '.join(optimizer_race.PEERS)}")
         try:
-            peers.append(optimizer_race.PEERS[name]())
+            peers.append(optimizer_race.peer(name))
         except ImportError as error:
             console(stderr=True).print(f"{name} is left out: {error}")
     return peers

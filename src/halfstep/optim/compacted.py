@@ -89,9 +89,7 @@ class Compact(OnePassOptimizer):
     def __init__(self, kind: Kind, params: Any, options: Group, **keeping: Any) -> None:
         self.compacts, self._options = kind, options
         if not isinstance(params, Tensor):
-            params = [
-                {**g, "params": _list_params(g["params"])} if isinstance(g, dict) else g for g in params
-            ]
+            params = [_with_list(g) if isinstance(g, dict) else g for g in params]
         self._found = check_kind(kind, options, params)
         super().__init__(params, {**self._found.defaults, COUNT: 0}, **keeping)
 
@@ -130,10 +128,8 @@ class Compact(OnePassOptimizer):
         parts: list[list[_Part]] = [[] for _ in self.param_groups]
         for bundle in groups:
             bundle.collect()
-            factor, names = (
-                factor_of(decision, bundle.number, bundle.device, bundle.device.type == "cpu"),
-                self._names(bundle.number),
-            )
+            names, on_host = self._names(bundle.number), bundle.device.type == "cpu"
+            factor = factor_of(decision, bundle.number, bundle.device, on_host)
             for place, p, weight, grad in zip(bundle.places, bundle.params, bundle.weights, bundle.grads):
                 parts[bundle.number].append(_Part(p, weight, names[place], grad, factor))
         left_range = [self._run_group(number, own, "step") for number, own in enumerate(parts)]
@@ -196,13 +192,12 @@ class Compact(OnePassOptimizer):
         """Keep a weight and its states; return the flag of a weight out of range where there may be one."""
         weight, entry = part.weight.detach(), cast("Group", self.state[part.p])
         masters = {key: entry[key] for key in storage.MASTER_KEYS if key in entry}
-        state_kind, count = arguments.state_kind_of(weight, group["state_dtype"]), group[COUNT] + 1
+        count = group[COUNT] + 1
         entry.clear()
         entry.update(masters)
         for key in list(state):
             rounding_key = rounding.key_of(zlib.crc32(f"{self.seed}:{part.name}:{key}".encode()), count)
-            as_kept = L.STATE_FP32 if key in self._found.copies else state_kind
-            entry.update(_keep(key, state.pop(key), weight, as_kept, rounding_key))
+            entry.update(_keep(key, state.pop(key), weight, self._kind_of(key, weight, group), rounding_key))
         if not entry:
             del self.state[part.p]
         kind = arguments.kind_of(weight.dtype, group["master"])
@@ -219,6 +214,10 @@ class Compact(OnePassOptimizer):
         if kind in storage.WITH_MASTER and value is not entry["master"]:
             entry["master"].copy_(value)
         return None
+
+    def _kind_of(self, key: str, weight: Tensor, group: Group) -> int:
+        """Return the format of a state: what the group says, but fp32 for copies of weights."""
+        return arguments.state_kind_of(weight, "fp32" if key in self._found.copies else group["state_dtype"])
 
     def bytes_of_bucket(self) -> int:
         """Return the most bytes that the fp32 copies of a bucket take, once there are states."""
@@ -263,10 +262,9 @@ class Compact(OnePassOptimizer):
             return entry, new_weight
         as_kept = {key: value for key, value in rest.items() if _is_kept_so(key, value, weight, kind)}
         entry.update({key: _own(value, weight) for key, value in as_kept.items()})
-        for key, value in _read(
-            {k: v for k, v in rest.items() if k not in as_kept}, part, self._found.narrow
-        ):
-            entry.update(_keep(key, _own(value, weight), weight, kind, None))
+        others = {key: value for key, value in rest.items() if key not in as_kept}
+        for key, value in _read(others, part, self._found.narrow):
+            entry.update(_keep(key, _own(value, weight), weight, self._kind_of(key, weight, group), None))
         return entry, new_weight
 
 
@@ -395,5 +393,6 @@ def _parts_of(values: Tensor, width: int) -> Iterator[slice]:
     yield from (slice(at, min(at + most, len(values))) for at in range(0, len(values), most))
 
 
-def _list_params(params: Any) -> Any:
-    return params if isinstance(params, Tensor) else list(params)
+def _with_list(group: Group) -> Group:
+    params = group["params"]
+    return {**group, "params": params if isinstance(params, Tensor) else list(params)}

@@ -91,14 +91,16 @@ def check_kind(kind: Kind, options: Group, params: Any) -> Found:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
-                problem, states = _try(kind, options, of_group, shapes, device)
+                narrow = _try(kind, options, of_group, shapes, device)
+                copies = _find_copies(kind, options, of_group, shapes[0], device)
+            except UnsupportedError:
+                raise
             except Exception as error:
-                problem, states = f"in a trial on dense tensors it raised {type(error).__name__}: {error}", []
-    if problem:
-        raise UnsupportedError(f"compact({kind.__name__}): {problem}")
-    tensor_states = [(k, v) for state in states for k, v in state.items() if isinstance(v, Tensor)]
-    narrow = frozenset(key for key, value in tensor_states if value.dtype in LOW_DTYPES)
-    return Found(dict(optimizer.defaults), narrow, _find_copies(kind, options, of_group, shapes[0], device))
+                raise UnsupportedError(
+                    f"compact({kind.__name__}): in a trial on dense tensors it raised "
+                    f"{type(error).__name__}: {error}"
+                ) from error
+    return Found(dict(optimizer.defaults), narrow, copies)
 
 
 def _tensors_in(params: Any) -> Iterator[Tensor]:
@@ -109,10 +111,8 @@ def _tensors_in(params: Any) -> Iterator[Tensor]:
             yield t
 
 
-def _try(
-    kind: Kind, options: Group, group: Group, shapes: Sequence[Any], device: Any
-) -> tuple[str, list[Group]]:
-    """Return what makes some steps of all parameters together others than ours, or nothing; and the states.
+def _try(kind: Kind, options: Group, group: Group, shapes: Sequence[Any], device: Any) -> frozenset[str]:
+    """Return which states are 16 bits wide; UnsupportedError where our steps are others than the optimizer's.
 
     The last parameter is in a group of its own, with another learning rate where the optimizer takes one.
     """
@@ -121,8 +121,8 @@ def _try(
     def draw() -> list[Tensor]:
         return [3 * torch.randn(shape, generator=generator, device="cpu").to(device) for shape in shapes]
 
-    values, grads, lr = draw(), [draw() for _ in range(STEPS)], group.get("lr")
-    parts = [range(len(shapes) - 1), range(len(shapes) - 1, len(shapes))]
+    values, grads, lr, last = draw(), [draw() for _ in range(STEPS)], group.get("lr"), len(shapes) - 1
+    parts = [range(last), range(last, last + 1)]
     groups = [group, {**group, "lr": lr / 2} if isinstance(lr, float) else group]
     try:
         together = _steps(kind, options, list(zip(groups, parts)), values, grads)
@@ -130,35 +130,35 @@ def _try(
         groups = [group, group]
         together = _steps(kind, options, list(zip(groups, parts)), values, grads)
     alone = [
-        row
-        for of_part, part in zip(groups, parts)
+        _steps(kind, options, [(own, [n])], values, grads)[0]
+        for own, part in zip(groups, parts)
         for n in part
-        for row in _steps(kind, options, [(of_part, range(n, n + 1))], values, grads)
     ]
     if not _same(together, alone):
-        return (
-            "its update of a parameter depends on other parameters, or on torch's random numbers, so "
-            f"that they cannot be stepped a bucket at a time. {_INSTEAD}"
-        ), []
+        raise UnsupportedError(
+            f"compact({kind.__name__}): its update of a parameter depends on other parameters, or on torch's "
+            f"random numbers, so that they cannot be stepped a bucket at a time. {_INSTEAD}"
+        )
     states: list[Group] = [{} for _ in values]
-    for method, now in [("train", [None] * len(values)), *(("step", now) for now in grads)]:
+    for method, now in [("train", grads[0]), *(("step", now) for now in grads)]:
         for g, part in enumerate(parts) if hasattr(kind, method) else ():
-            done = [
-                run_alone(kind, options, groups[g], [values[n].clone()], [_copy(now[n])], [states[n]], method)
-                for n in part
-            ]
-            groups[g] = done[0][0]
-            for n, (_, (value,), (state,)) in zip(part, done):
-                values[n], states[n] = value, state
+            before = groups[g]
+            for n in part:
+                one = [values[n].clone()], [now[n].clone()], [states[n]]
+                groups[g], (values[n],), (states[n],) = run_alone(kind, options, before, *one, method)
     if not _same(together, [(values[n], groups[g]) for g, part in enumerate(parts) for n in part]):
-        return f"it keeps more from step to step than `state` and `param_groups`. {_INSTEAD}", []
-    return "", states
+        raise UnsupportedError(
+            f"compact({kind.__name__}): it keeps more from step to step than `state` and `param_groups`. "
+            f"{_INSTEAD}"
+        )
+    tensors = [(k, v) for state in states for k, v in state.items() if isinstance(v, Tensor)]
+    return frozenset(key for key, value in tensors if value.dtype in LOW_DTYPES)
 
 
 def _find_copies(kind: Kind, options: Group, group: Group, shape: Any, device: Any) -> frozenset[str]:
     """Return the names of the states that are the weight after a step without a gradient."""
     weight = torch.linspace(1, 2, math.prod(shape), device=device).view(shape)
-    states, zero = [dict[str, Any]()], torch.zeros_like(weight)
+    states, zero = list[Group]([{}]), torch.zeros_like(weight)
     for method in ("train", "step") if hasattr(kind, "train") else ("step",):
         group, _, states = run_alone(kind, options, group, [weight.clone()], [zero.clone()], states, method)
     alike = [(k, v) for k, v in states[0].items() if isinstance(v, Tensor) and v.shape == weight.shape]
@@ -166,31 +166,19 @@ def _find_copies(kind: Kind, options: Group, group: Group, shape: Any, device: A
 
 
 def _steps(
-    kind: Kind, options: Group, groups: Sequence[tuple[Group, range]], values: Any, grads: Any
+    kind: Kind, options: Group, groups: Sequence[tuple[Group, Sequence[int]]], values: Any, grads: Any
 ) -> list[tuple[Tensor, Group]]:
     """Return value and group of the parameters after some steps of one optimizer."""
-    params, groups = (
-        {n: nn.Parameter(values[n].clone()) for _, part in groups for n in part},
-        copy.deepcopy(groups),
-    )
-    optimizer: Any = kind(
-        [{**group, "params": [params[n] for n in part]} for group, part in groups], **options
-    )
-    if hasattr(optimizer, "train"):
-        optimizer.train()
+    params = [nn.Parameter(value.clone()) for value in values]
+    own = [{**copy.deepcopy(group), "params": [params[n] for n in part]} for group, part in groups]
+    optimizer = kind(own, **options)
+    getattr(optimizer, "train", lambda: None)()
     for now in grads:
-        for n, p in params.items():
-            p.grad = now[n].clone()
+        for p, grad in zip(params, now):
+            p.grad = grad.clone()
         optimizer.step()
-    after = [
-        (part, {k: v for k, v in g.items() if k != "params"})
-        for (_, part), g in zip(groups, optimizer.param_groups)
-    ]
-    return [(params[n].detach(), group) for part, group in after for n in part]
-
-
-def _copy(grad: Tensor | None) -> Tensor | None:
-    return None if grad is None else grad.clone()
+    after = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    return [(params[n].detach(), group) for (_, part), group in zip(groups, after) for n in part]
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -108,33 +108,19 @@ def contestants() -> list[Contestant]:
     return [torch_adamw(fused=True), torch_adamw(foreach=True), *(ours(m, s) for m, s in modes), ours(None)]
 
 
-def _make_bitsandbytes() -> Contestant:
-    kind = importlib.import_module("bitsandbytes.optim").AdamW8bit
-    return Contestant("bitsandbytes AdamW8bit", torch.float32, kind, _scaler_clip_step)
-
-
-def _make_optimi() -> Contestant:
-    kind = partial(importlib.import_module("optimi").AdamW, lr=1e-3, kahan_sum=True, triton=False)
-    return Contestant("torch-optimi AdamW, Kahan sums", torch.bfloat16, kind, _clip_step)
-
-
-def _make_torchao() -> Contestant:
-    kind = importlib.import_module("torchao.optim").AdamW8bit
-    return Contestant("torchao AdamW8bit", torch.float32, kind, _scaler_clip_step)
-
-
-def _make_deepspeed() -> Contestant:
-    kind = importlib.import_module("deepspeed.ops.adam").DeepSpeedCPUAdam
-    return Contestant("DeepSpeed CPUAdam", torch.float32, kind, _scaler_clip_step)
-
-
-PEERS: dict[str, Callable[[], Contestant]] = {
-    "bitsandbytes": _make_bitsandbytes,
-    "optimi": _make_optimi,
-    "torchao": _make_torchao,
-    "deepspeed": _make_deepspeed,
+PEERS: dict[str, tuple[str, str, str, torch.dtype, dict[str, Any]]] = {
+    "bitsandbytes": ("bitsandbytes AdamW8bit", "bitsandbytes.optim", "AdamW8bit", torch.float32, {}),
+    "optimi": ("torch-optimi AdamW, Kahan", "optimi", "AdamW", torch.bfloat16, {"lr": 1e-3, "triton": False}),
+    "torchao": ("torchao AdamW8bit", "torchao.optim", "AdamW8bit", torch.float32, {}),
 }
-"""AdamW of other packages, as their pages build it, by the name under which Python imports them."""
+"""AdamW of other packages: its name here, its module and class there, the dtype of weights, and options."""
+
+
+def peer(package: str) -> Contestant:
+    """Another package's AdamW; ImportError where it is not installed."""
+    name, module, kind, dtype, options = PEERS[package]
+    make = partial(getattr(importlib.import_module(module), kind), **options)
+    return Contestant(name, dtype, make, _scaler_clip_step if dtype == torch.float32 else _clip_step)
 
 
 class TimedContestant:
