@@ -1,6 +1,7 @@
 """How a look at a script ends is said: at its end, after as many steps as were asked for, or by Ctrl-C."""
 
 import json
+import sys
 
 import pytest
 
@@ -114,3 +115,40 @@ def test_a_notebook_is_answered_with_what_to_write(capsys):
 def test_a_recipe_has_no_end(capsys):
     assert main(["doctor", "digits-mlp", "--steps", "0"]) == 2
     assert "a recipe, which trains without end" in capsys.readouterr().err
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """A package whose modules find each other by relative imports; the current folder holds it."""
+    monkeypatch.setattr(_script, "run_in_process", run_here)
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "of_doctor_tests"
+    folder.mkdir()
+    (folder / "__init__.py").write_text("")
+    (folder / "weights.py").write_text("import torch\nw = torch.nn.Parameter(torch.ones(3))\n")
+    text = LOOP.replace("w = torch.nn.Parameter(torch.ones(3))", "from .weights import w").replace("MORE", "")
+    (folder / "train.py").write_text(text)
+    (folder / "__main__.py").write_text(text)
+    yield folder.name
+    for name in [name for name in sys.modules if name.startswith(folder.name)]:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize("name", ["{}.train", "{}", "{}.__main__"])
+def test_a_module_runs_by_its_name(package, name, capsys):
+    assert main(["doctor", "-m", name.format(package), "--steps", "0"]) == 0
+    assert "healthy over 6 steps" in capsys.readouterr().out
+
+
+@pytest.mark.filterwarnings("ignore:can't resolve package:ImportWarning")
+def test_a_file_of_a_package_is_answered_with_the_way_to_run_it(package, capsys):
+    assert main(["doctor", f"{package}/train.py"]) == 2
+    assert "halfstep doctor -m package.module" in capsys.readouterr().err
+    assert main(["doctor", "-m", f"{package}.nothing"]) == 2
+    assert "expected a module, as for python -m" in capsys.readouterr().err
+
+
+def test_a_fault_can_end_with_code_zero(doctor):
+    more = "w.data.fill_(float('nan') if i == 3 else 1.0)"
+    assert doctor(more)[0] == 1
+    assert doctor(more, "--exit-zero")[0] == 0

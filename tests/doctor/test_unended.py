@@ -111,6 +111,39 @@ def test_what_is_meant_so_is_healthy(text, tmp_path, monkeypatch):
     assert document.healthy, document.verdict
 
 
+def test_a_buffer_that_is_a_mask_is_not_spoiled_by_a_skipped_first_step(tmp_path, monkeypatch):
+    """The region opens before the model is met: what its buffers hold then is no damage of the step."""
+    document = examine(MASKED, tmp_path, monkeypatch)
+    assert document.healthy, document.verdict
+
+
+MASKED = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("mask", torch.full((4, 4), -torch.inf).triu(1))
+
+    def forward(self, x):
+        return torch.softmax(self.linear(x) @ x.T + self.mask, -1) @ x
+
+net = Net()
+opt = torch.optim.SGD(net.parameters(), lr=0.01)
+scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20)
+for step in range(12):
+    x = torch.randn(4, 4)
+    opt.zero_grad()
+    with torch.autocast("cpu", torch.float16):
+        loss = net(x).square().mean() + net.linear(x).mean()
+    scaler.scale(loss).backward()
+    scaler.step(opt)
+    scaler.update()
+"""
+
+
 def test_nothing_of_the_reads_is_left(tmp_path, monkeypatch):
     before = torch.isnan, torch.Tensor.item, torch.Tensor.__lt__
     examine(loop(GUARDS[0]), tmp_path, monkeypatch)

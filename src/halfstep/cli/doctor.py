@@ -75,6 +75,7 @@ def run(
     if module or target.endswith(".py"):
         path = _file_of(target) if module else Path(target)
         name = target if module else ""
+        name += ".__main__" if module and path.stem != target.rpartition(".")[2] else ""
         document = _examine_script(path, args, steps, seed, diff, write_plan is not None, name)
         if document is None:
             return 0

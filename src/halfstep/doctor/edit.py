@@ -83,7 +83,7 @@ def mend_script(text: str, document: Document, attempt: Attempt) -> str:
             break
         text, result = better
     if result.faults:
-        document.notes.append(_why_no_diff(result.faults[0]))
+        document.notes.append(_why_no_diff(text, result.faults[0]))
     return text
 
 
@@ -119,7 +119,7 @@ def is_gone(fault: Fault, document: Document) -> bool:
     return not any(alike(f, fault) and (f.op == fault.op or f.step <= fault.step) for f in document.bad)
 
 
-def _why_no_diff(fault: Fault) -> str:
+def _why_no_diff(text: str, fault: Fault) -> str:
     """Say why a fault has no diff."""
     number = f"no diff for step {fault.step + 1}"
     cure = next((c for c in fault.cures if c.status == WORKS), None)
@@ -127,6 +127,8 @@ def _why_no_diff(fault: Fault) -> str:
         return f"{number} ({fault.cause.kind}): what cures it, above, is to be written by hand"
     if cure is None:
         return f"{number}: no change was seen to cure it ({fault.cause.kind}); what to look at stands above"
+    if any(True for dose in cure.doses for _ in write_dose(text, dose, fault.location)):
+        return f"{number}: the cure, written into the script, was not seen to hold to its end: {cure.text}"
     return f"{number}: the cure could not be written into the script, write it by hand: {cure.text}"
 
 

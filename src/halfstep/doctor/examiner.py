@@ -106,10 +106,10 @@ class Participants:
             loop, self._parts = self._parts.loop, StepParticipants(None, self.things)
             self._parts.loop, self._parts.prepare = loop or running_loop(LOOPS), prepare
 
-    def meet(self, module: nn.Module) -> None:
-        """Record a called module with weights or buffers: it is a model or part of one."""
+    def meet(self, module: nn.Module) -> bool:
+        """Record a called module with weights or buffers, a model or part of one; say whether it is new."""
         if module in self._met:
-            return
+            return False
         self._met.add(module)
         modules = (m for root in self.things if isinstance(root, nn.Module) for m in root.modules())
         if all(module is not m for m in modules) and (*module.parameters(), *module.buffers()):
@@ -118,6 +118,8 @@ class Participants:
             self.add(module)
             with disable_current_modes():
                 self._initially_nonfinite |= self._nonfinite_names()
+            return True
+        return False
 
     @property
     def models(self) -> list[nn.Module]:
@@ -222,7 +224,10 @@ class Examiner:
     def on_sign(self, module: nn.Module | None = None) -> None:
         """Begin a step if none has begun: a region opens or a model is called."""
         if module is not None:
-            self.participants.meet(module)
+            met = self.participants.meet(module)
+            if met and self.taping is not None:
+                with disable_current_modes():
+                    self.taping.begin_with(self.participants.parts)
         if not self._signed:
             self._signed = True
             if self.done == 0 or multiprocessing.active_children():

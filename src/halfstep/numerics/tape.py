@@ -237,7 +237,7 @@ def reads_nonfinite(call: str, args: Any) -> bool:
     if call in _COMPARISONS and value.dim() and not (len(args) > 1 and args[1] is value):
         return False
     with disable_current_modes():
-        return not is_finite(value)
+        return not is_finite(value.detach())
 
 
 @dataclass(eq=False)

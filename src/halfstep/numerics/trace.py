@@ -194,15 +194,20 @@ class Taping:
         underflow: bool = True,
         observers: Iterable[Observer] = (),
     ) -> None:
-        self._initially_nonfinite = frozenset(
-            (kind, name) for kind, name, t in parts.named_values() if not is_finite(t)
-        )
+        self._initially_nonfinite = frozenset[tuple[str, str]]()
+        self.begin_with(parts)
         self._probe = UnderflowProbe()
         self.tape = Tape(parts.model, [*observers, *([self._probe.observe] if underflow else [])])
         self.around = ExitStack()
         # The tape sees kernels only where Python calls them; compiled regions run as written.
         self.around.enter_context(run_eagerly())
         self.around.enter_context(self.tape)
+
+    def begin_with(self, parts: StepParticipants) -> None:
+        """Note which values are not finite as the step begins, or as a model is met in it."""
+        self._initially_nonfinite |= {
+            (kind, name) for kind, name, t in parts.named_values() if not is_finite(t)
+        }
 
     def end(
         self, parts: StepParticipants, error: BaseException | None = None, result: Any = None,
