@@ -89,7 +89,7 @@ assert main(["formats", "0.1", "--json"]) == 0
 """
 
 
-@pytest.mark.parametrize("system", ["darwin", "win32"])
+@pytest.mark.parametrize("system", [pytest.param("darwin", marks=pytest.mark.long), "win32"])
 def test_training_saving_and_the_doctor_need_nothing_of_linux_alone(system, tmp_path):
     code = HIDE.replace("{system!r}", repr(system)) + TRAIN + (DOCTOR if system == "win32" else "")
     run = subprocess.run(

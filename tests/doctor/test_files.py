@@ -135,6 +135,7 @@ def test_a_script_that_resumes_is_run_again_from_where_it_began(copies, tmp_path
     assert any(cure.status == "works" for cure in fault.cures)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Landlock is Linux's")
 def test_a_library_that_writes_by_itself_is_refused(tmp_path):
     """What C or Rust writes passes Python by: the kernel refuses it, and that run is no verdict on a cure."""
