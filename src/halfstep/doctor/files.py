@@ -3,8 +3,9 @@
 The first run writes as the user wrote it; what a file was before its first change is kept (`Journal`). What
 is run again sees the files as they were before the first run (a copy of the process: as they are by then) and
 writes to a folder of its own (`Layer`), through the calls by which Python writes: `open`, `os`,
-`shutil.rmtree`, `torch.save`, SQLite, safetensors. A library that writes by itself is refused, by the interpreter's audit
-hook or, on Linux, by the kernel (Landlock): such a run fails, and no file of the user's is touched.
+`shutil.rmtree`, `torch.save`, SQLite, safetensors. A library that writes by itself is refused, by the audit
+hook of the interpreter or, on Linux, by the kernel (Landlock): such a run fails, and no file of the user's is
+touched.
 """
 
 from __future__ import annotations
