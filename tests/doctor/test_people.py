@@ -167,7 +167,7 @@ def cases():
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", cases())
+@pytest.mark.parametrize("name", [*cases()])
 def test_of_what_people_write_the_doctor_says_what_is_wrong_and_touches_no_file(name, tmp_path):
     project = BY_NAME[name]
     found = examine(project, tmp_path)
