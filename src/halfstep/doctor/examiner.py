@@ -395,7 +395,7 @@ class Examiner:
         now.flushed = now.flushed or self._find_zero_moments(optimizer, after)
         pairs = zip(self._before, after)
         scalars = (p for p in after if p.numel() == 1 and p.requires_grad)
-        now.scalars |= {self.participants.name_of(p): float(p) for p in scalars}
+        now.scalars |= {self.participants.name_of(p): float(p.detach()) for p in scalars}
         now.update += length(new.detach() - old for old, new in pairs if old.shape == new.shape)
         now.size += length(self._before)
         self._before = []

@@ -108,7 +108,7 @@ def _factors(node: Any) -> list[float]:
         saved = [getattr(node, name, None) for name in ("_saved_self", "_saved_other")]
     except RuntimeError:  # written to since, or freed
         return []
-    return [float(t) for t in saved if isinstance(t, Tensor) and t.numel() == 1]
+    return [float(t.detach()) for t in saved if isinstance(t, Tensor) and t.numel() == 1]
 
 
 class Owners:
