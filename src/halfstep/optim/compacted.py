@@ -68,14 +68,14 @@ def compact(
             or that keeps more than `state` and `param_groups` from step to step, as a trial of some steps on
             small tensors shows; and sharded parameters.
 
-        >>> import torch
-        >>> import halfstep as hs
-        >>> model = torch.nn.Linear(64, 64).bfloat16()
-        >>> optimizer = hs.optim.compact(torch.optim.NAdam, model.parameters(), lr=1e-3, state_dtype="8bit")
-        >>> model(torch.ones(1, 64).bfloat16()).sum().backward()
-        >>> optimizer.step()
-        >>> sorted(optimizer.state[model.weight])[:2]
-        ['exp_avg_codes', 'exp_avg_exponents']
+    >>> import torch
+    >>> import halfstep as hs
+    >>> model = torch.nn.Linear(64, 64).bfloat16()
+    >>> optimizer = hs.optim.compact(torch.optim.NAdam, model.parameters(), lr=1e-3, state_dtype="8bit")
+    >>> model(torch.ones(1, 64).bfloat16()).sum().backward()
+    >>> optimizer.step()
+    >>> sorted(optimizer.state[model.weight])[:2]
+    ['exp_avg_codes', 'exp_avg_exponents']
     """
     keeping = {"master": master, "state_dtype": state_dtype, "clip_norm": clip_norm}
     return Compact(
